@@ -21,7 +21,7 @@ from lib.orders import SIMPLE, Outcome, arrange, find_optimum, follow, measure_c
 from lib.reporting import REPO, Report, add_common_arguments, data_dir, percentile, progress
 from lib.streams import PromptStream, make_random_streams, read_streams
 
-from semblend.arrange import Arranger, Keep
+from semblend.arrange import Arranger, OrderLimits
 
 PARTS = ("hits", "bounded", "optimum", "contextpilot", "time")
 CACHES = (4, 16, 64)
@@ -172,9 +172,9 @@ def measure_time(report: Report, seed: int) -> None:
     """CPU time of one `arrange`, by passages and by what is remembered; passages of 1,600 characters."""
     rows = []
     for count, remembered, keeps in (
-        (10, 20_000, [Keep()]),
-        (10, 200_000, [Keep(), Keep(within=4)]),
-        (50, 200_000, [Keep(), Keep(within=10), Keep(first=2, last=2)]),
+        (10, 20_000, [OrderLimits()]),
+        (10, 200_000, [OrderLimits(), OrderLimits(within=4)]),
+        (50, 200_000, [OrderLimits(), OrderLimits(within=10), OrderLimits(first=2, last=2)]),
     ):
         progress(f"time with {remembered} passages remembered, {count} asked")
         rng = random.Random(seed)
@@ -201,7 +201,7 @@ def draw(rng: random.Random, corpus: list[str], weights: list[float], count: int
     return list(drawn)[:count]
 
 
-def describe_keep(keep: Keep) -> str:
+def describe_keep(keep: OrderLimits) -> str:
     told = [f"{name}={value}" for name in ("first", "last", "within") if (value := getattr(keep, name))]
     return ", ".join(told) or "free"
 

@@ -140,7 +140,7 @@ def measure_held_out(report: reporting.Report, trace: Any, args: argparse.Namesp
 def build_held_out_traces(trace: Any, args: argparse.Namespace) -> dict[str, Any]:
     """Build the traces by name: both parts of the Mooncake trace, real text, hard cases, and those of --trace."""
     from semantickv.traces.trace import Trace
-    from semantickv.workloads.arrivals import Arrivals
+    from semantickv.workloads.families import Arrivals
     from semantickv.workloads.from_text import TextSource, generate_text_workload
 
     third = len(trace) // 3
@@ -181,7 +181,7 @@ def build_made_up_trace(name: str, requests: int, seed: int) -> Any:
 
 def measure_bounds(report: reporting.Report, forest: Any) -> None:
     """Measure hit rates for capacities in tokens beside their upper bound."""
-    from semantickv.analysis.bounds import compute_upper_bound
+    from semantickv.analysis.mrc import compute_upper_bound
     from semantickv.simulator.capacity import Capacity
     from semantickv.simulator.simulate import simulate
 

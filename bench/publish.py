@@ -2,6 +2,7 @@
 
     python bench/publish.py                   # rewrite the pages
     python bench/publish.py --check           # exit 1 when a page does not say what the results say
+    python bench/publish.py --show NAME       # every table of one result file
 
 The figures come from bench/results/*.json and, of experiments that were run once, from research/*/results/*.json.
 No figure in those places is typed by hand: a test holds the pages to the result files.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -63,15 +65,15 @@ def source(result: Result) -> str:
     )
 
 
-def show_table(table: dict[str, Any], name: str) -> str:
+def show_table(table: dict[str, Any], name: str, longest: float = LONGEST_TABLE) -> str:
     """One table with its title; of a very long one only the title and the number of rows."""
-    if len(table["rows"]) > LONGEST_TABLE:
+    if len(table["rows"]) > longest:
         return f"**{table['title']}**: {len(table['rows'])} rows, in `{find_result(name).relative_to(REPO)}`."
     return f"**{table['title']}**\n\n{format_table(table['columns'], table['rows'])}"
 
 
-def everything(result: Result, name: str) -> str:
-    parts = [show_table(table, name) for table in result["tables"]]
+def everything(result: Result, name: str, longest: float = LONGEST_TABLE) -> str:
+    parts = [show_table(table, name, longest) for table in result["tables"]]
     notes = "\n".join(f"- {note}" for note in result["notes"])
     return "\n\n".join([*parts, notes, source(result)])
 
@@ -228,7 +230,11 @@ def filled(page: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--show", metavar="NAME", help="print every table of bench/results or research/*/results")
     args = parser.parse_args()
+    if args.show:
+        print(everything(json.loads(find_result(args.show).read_text(encoding="utf-8")), args.show, math.inf))
+        return 0
     stale = []
     wanted = {path: filled(path.read_text(encoding="utf-8")) for path in PAGES}
     wanted[PICTURE] = draw_load(json.loads(find_result("vllm_load_h200").read_text(encoding="utf-8")))

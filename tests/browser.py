@@ -21,7 +21,7 @@ def read_dom(url: str, profile: Path) -> str:
         str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
         f"--user-data-dir={profile}", "--virtual-time-budget=8000", "--dump-dom", url,
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     return done.stdout
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from semblend.http.server import DEADLINES, HttpServer, ServerLimits, listen
 from tests.fakes.scripted_engine import Behaviour, ScriptedEngine
 
-PATIENCE_S = 20
+PATIENCE_S = 120
 
 
 class EngineThread:

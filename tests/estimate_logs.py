@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from semblend.arrange import VolatileField
-from semblend.estimate.answer import LogFacts, build_answer
-from semblend.estimate.rates import find_rates
+from semblend.estimate.answer import LogFacts, build_answer, find_rates
 from semblend.estimate.replay import Replay, ReplayOptions
 from semblend.estimate.steps import ArrangePassages, DropRepeats, MoveFields, SortTools
 from semblend.text.chat import list_chat_parts

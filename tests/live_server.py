@@ -17,7 +17,7 @@ from semblend.engine.server.routes import create_app, make_server
 from semblend.engine.server.serving import ServingEngine
 from semblend.http.server import HttpServer, listen
 
-PATIENCE_S = 20
+PATIENCE_S = 120
 
 
 @dataclass(frozen=True, slots=True)

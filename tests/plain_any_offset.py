@@ -118,10 +118,17 @@ class PlainAnyOffset:
 
     def _keep_donor(self, new: Prompt) -> None:
         left = dict(self.donors)
+        mine = new.namespace.tenant
+        idle = -1  # of what tenants within their share give, once nobody else can: half the store, oldest use first
         while len(left) + 1 > self.most_donors or sum(map(len, left.values())) + len(new) > self.donor_tokens:
-            leaver = self._choose_leaver(left, new)
+            leaver = self._choose_leaver(left, new) if idle < 0 else None
             if leaver is None:
-                return
+                if not left or mine in {donor.namespace.tenant for donor in left.values()}:
+                    return
+                leaver = next(iter(left))
+                idle = (WHOLE // 2 if idle < 0 else idle) - self._measure(left[leaver])
+                if idle < 0:
+                    return
             del left[leaver]
         self.forgotten += len(self.donors) - len(left)
         self.kept += 1

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from semblend.arrange.keep import Keep
 from semblend.arrange.memory import Node, SequenceMemory
+from semblend.arrange.order_limits import OrderLimits
 from semblend.arrange.search import MOST_HOLDERS, MOST_LOOKS, MOST_PAIRS
 
 
 def find_order(
-    memory: SequenceMemory, keys: Sequence[bytes], sizes: Sequence[int], scope: bytes, root: bytes, keep: Keep
+    memory: SequenceMemory, keys: Sequence[bytes], sizes: Sequence[int], scope: bytes, root: bytes, keep: OrderLimits
 ) -> tuple[list[int], int]:
     """The order of the passages, and how many of them are the longest path."""
     path = find_path(memory.find_root(root), keys, sizes, keep, memory.oldest)
@@ -22,7 +22,9 @@ def find_order(
     return order, len(path)
 
 
-def find_path(root: Node | None, keys: Sequence[bytes], sizes: Sequence[int], keep: Keep, oldest: int) -> list[int]:
+def find_path(
+    root: Node | None, keys: Sequence[bytes], sizes: Sequence[int], keep: OrderLimits, oldest: int
+) -> list[int]:
     """Depth first, the most used child first, until so many branches were looked at; the first of the largest."""
     best: list[int] = []
     looks = 0
@@ -36,7 +38,7 @@ def find_path(root: Node | None, keys: Sequence[bytes], sizes: Sequence[int], ke
 
 
 def walk(
-    path: list[int], node: Node, keys: Sequence[bytes], keep: Keep, oldest: int
+    path: list[int], node: Node, keys: Sequence[bytes], keep: OrderLimits, oldest: int
 ) -> Iterator[tuple[list[int], Node]]:
     yield path, node
     for key, child in sorted(node.children.items(), key=lambda item: (item[1].uses, item[0]), reverse=True):
@@ -45,7 +47,7 @@ def walk(
             yield from walk([*path, at], child, keys, keep, oldest)
 
 
-def can_finish(begun: list[int], count: int, keep: Keep) -> bool:
+def can_finish(begun: list[int], count: int, keep: OrderLimits) -> bool:
     """Whether an order that begins like this can still obey ``keep``: with the rest in the caller's order."""
     first, last = min(keep.first, count), max(count - keep.last, min(keep.first, count))
     within = count if keep.within is None else keep.within

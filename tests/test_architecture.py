@@ -15,6 +15,7 @@ SRC = Path(__file__).parents[1] / "src"
 # Bottom up. A module may import from its own layer and from those before it.
 LAYERS = [
     {"errors", "_version"},
+    {"formatting"},
     {"web"},
     {"name_clash", "config", "prompt", "span", "extras", "fairness", "quality", "kv_shapes", "prices"},
     {"fingerprint"},
@@ -24,13 +25,14 @@ LAYERS = [
     {"plan"},
     {"confirm"},
     {"pipeline"},
-    {"explanation", "evidence", "reporting"},
+    {"explanation", "reporting"},
     {"facade"},
     {"arrange"},
     {""},  # semblend/__init__
     {"text", "wire", "models"},
     {"http"},
     {"materialize"},
+    {"session"},
     {"engine", "integration"},
     {"estimate", "explorer", "demo"},
     {"cli"},
@@ -42,7 +44,7 @@ PACKAGES = ["semblend", "semantickv", "sembench"]  # bottom up
 
 HEAVY = {
     "numba": {"*.kernels"},
-    "torch": {"fingerprint.embedder", "materialize.*", "engine.*", "demo.runner", "integration.*"},
+    "torch": {"materialize.*", "session.*", "engine.*", "demo.runner", "integration.*"},
     "triton": {"*.kernels", "materialize.kv.attention_kernels"},
     "transformers": {"integration.transformers.*"},
     "vllm": {"integration.vllm.*"},
@@ -51,12 +53,12 @@ HEAVY = {
     "gguf": {"engine.model.*"},
     "langchain_core": {"integration.langchain"},
     "llama_index": {"integration.llama_index"},
-    "sentence_transformers": {"fingerprint.embedder"},
+    "sentence_transformers": set(),
     "onnxruntime": {"fingerprint.*"},
     "onnx": set(),
     "tokenizers": {"fingerprint.*", "text.tokenization", "engine.model.tokenizer"},
     "safetensors": {"fingerprint.*", "engine.model.*"},
-    "usearch": {"discover.evidence"},
+    "usearch": {"discover.similarity"},
     "prometheus_client": {"confirm.metrics", "engine.server.exposition"},
     "opentelemetry": {"confirm.tracing"},
     "nats": {"confirm.nats_sink"},
@@ -65,7 +67,7 @@ HEAVY = {
     "uvicorn": {"http.*"},
     "huggingface_hub": {"fingerprint.*", "engine.model.*", "models", "text.tokenization"},
     "httpx": set(),
-    "matplotlib": {"demo.plot", "web.plotting"},
+    "matplotlib": {"web.plotting"},
 }
 
 
@@ -124,6 +126,12 @@ def test_an_engine_takes_nothing_from_another_engines_integration(module):
         assert not any((name + ".").startswith(other + ".") for other in others), f"semblend.{module}:{line}: {name}"
 
 
+@pytest.mark.parametrize("module", [name for name in SEMBLEND if name.startswith("session")])
+def test_a_session_knows_no_engine(module):
+    text = SEMBLEND[module].read_text().lower()
+    assert not [name for name in (*ENGINES, "tensorrt", "embedded") if name in text.replace("transformers'", "")]
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_packages_point_down(package):
     above = PACKAGES[PACKAGES.index(package) + 1 :]
@@ -145,7 +153,9 @@ def test_heavy_dependencies_and_kernels_are_imported_late(module):
     if module.endswith("kernels"):
         return
     at_home = (
-        {"torch"} if module.startswith(("materialize.", "engine.", "demo.runner", "integration.")) else set()
+        {"torch"}
+        if module.startswith(("materialize.", "session.", "engine.", "demo.runner", "integration."))
+        else set()
     )  # about tensors
     if module.startswith(("engine.server.", "wire.")):
         at_home |= {"fastapi", "pydantic"}

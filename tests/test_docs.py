@@ -19,8 +19,9 @@ from semblend.cli.main import build_parser
 from semblend.config import SETTINGS
 from semblend.confirm.events import EventKind
 from semblend.confirm.metrics import METRICS
-from semblend.extras import NEEDED_BY, extras
+from semblend.extras import extras
 from tools.reference.semblend_pages import commands_of, main, options_of, render_all
+from tools.reference.support_tables import EXTRAS
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "docs" / "reference"
@@ -81,8 +82,8 @@ def test_every_error_is_documented() -> None:
 
 
 def test_every_extra_says_what_needs_it() -> None:
-    assert set(extras()) == set(NEEDED_BY)
-    for name in NEEDED_BY:
+    assert set(extras()) == set(EXTRAS)
+    for name in EXTRAS:
         assert f"| `{name}` |" in page("extras.md")
 
 

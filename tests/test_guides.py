@@ -62,7 +62,7 @@ def test_a_page_run_in_a_new_process_prints_what_it_shows(path: Path, tmp_path: 
     path_of_modules = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT / "tests")]))
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", RUNNER],
-        input=json.dumps(blocks), cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        input=json.dumps(blocks), cwd=tmp_path, capture_output=True, text=True, timeout=300,
         env={**os.environ, "PYTHONPATH": path_of_modules},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -134,7 +134,7 @@ def run_shown(command: str, folder: Path) -> str:
         (folder / "examples").symlink_to(ROOT / "examples")
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run(
-        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, f"{command}\n{done.stderr}"
     return done.stdout

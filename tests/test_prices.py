@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from semblend.errors import InputError
-from semblend.estimate.rates import find_rates
+from semblend.estimate.answer import find_rates
 from semblend.kv_shapes import KV_SHAPES
-from semblend.prices import load_price_book
-from semblend.prices.price_book import TIERS
+from semblend.prices import TIERS, load_price_book
 
 BOOK = load_price_book()
 

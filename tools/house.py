@@ -1,7 +1,7 @@
 """Measures the shape of a checkout: ``python -m tools.house [CHECKOUT]`` prints a table, one number a line.
 
 Modules a folder, the longest modules and functions, circles of imports (late imports counted), lines that stand twice,
-lines of source and words of documentation. docs/research/house.md shows it before and after a rebuilding.
+lines of source and words of documentation.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from semblend.web.palette import write_plain_style
-from semblend.web.svg import Drawing
+from semblend.web.charts import Drawing, write_plain_style
 
 KINDS = {"stock vLLM": "stock", "balanced": "ours-1", "fast": "ours-2"}
 """The mode that a bar is coloured by; of an engine with donors on the GPU the same, in a row that says so."""

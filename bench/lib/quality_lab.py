@@ -22,12 +22,12 @@ from semblend.engine.model.paged_kv import KvPool
 from semblend.engine.model.tokenizer import ModelTokenizer
 from semblend.materialize.blend.blender import Blender
 from semblend.materialize.blend.quality import Blended, Pass, Placed, QualitySettings, Step
+from semblend.materialize.calibrate import CalibrationPrompt, reorder_passages
 from semblend.materialize.contract import QUESTION_ROWS, Rows
 from semblend.materialize.donors.tiers import DonorKv
 from semblend.materialize.gate.thresholds import Thresholds
 from semblend.materialize.kv.moves import Move
 from semblend.materialize.kv.splice import splice
-from semblend.materialize.measure_ways import CalibrationPrompt, reorder_passages
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.plan.selection import list_reused_positions
 from semblend.quality import GATED_MODE, find_path

@@ -128,8 +128,10 @@ def get_day(result: dict[str, Any]) -> str:
 
 def find_result(name: str) -> Path:
     """The result file of that name: of a script that stands here, or of an experiment that was run once."""
-    (path,) = [*RESULTS.glob(f"{name}.json"), *REPO.glob(f"research/*/results/{name}.json")]
-    return path
+    found = [*RESULTS.glob(f"{name}.json"), *REPO.glob(f"research/*/results/{name}.json")]
+    if len(found) != 1:
+        raise SystemExit(f"error: no result is called {name} (hint: ls bench/results research/*/results)")
+    return found[0]
 
 
 def read_results(title: str, folder: Path = RESULTS) -> dict[str, dict[str, Any]]:

@@ -12,20 +12,20 @@ from semblend.cli import commandline
 from semblend.cli.commandline import Parser
 
 COMMANDS = {
-    "experiment": "experiment",
-    "replay": "replay",
-    "tiers": "tiers",
-    "advise": "advise",
-    "collect": "collect",
+    "experiment": "simulate",
+    "replay": "simulate",
+    "tiers": "simulate",
+    "advise": "simulate",
+    "policies": "simulate",
+    "check": "simulate",
+    "collect": "traces",
+    "workload": "traces",
+    "segment": "traces",
     "proxy": "proxy",
     "router": "router",
     "dynamo-router": "dynamo_router",
     "dynamo-pin": "dynamo_pin",
     "api": "api",
-    "workload": "workload",
-    "segment": "segment",
-    "policies": "policies",
-    "check": "check",
 }
 DESCRIPTION = "What a cache should keep and how much memory it needs (simulated); where a request should go."
 EXAMPLES = (

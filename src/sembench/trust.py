@@ -27,7 +27,10 @@ from sembench.witnesses.confirmation import WORDS_SLACK
 
 
 class Doubt(StrEnum):
-    """Why a result is not believed, the gravest first; the report keeps this order. `MEANINGS` explains each."""
+    """Why a result is not believed, the gravest first; the report keeps this order.
+
+    docs/METRICS.md explains each.
+    """
 
     TENANT_LEAK = "tenant_leak"
     WRONG_KV = "wrong_kv"
@@ -50,27 +53,6 @@ class Doubt(StrEnum):
     REQUESTS_FAILED = "requests_failed"
 
 
-MEANINGS: Mapping[Doubt, str] = {
-    Doubt.TENANT_LEAK: "One tenant was served another tenant's tokens.",
-    Doubt.WRONG_KV: "Only the warm answer states what stands in the donor's text alone.",
-    Doubt.REUSE_ON_NEGATIVES: "Reuse was claimed where donor and recipient share nothing.",
-    Doubt.EDITED_RESULT: "The file is not what was measured: no requests, no digest, or one that does not fit.",
-    Doubt.IMPOSSIBLE_NUMBERS: "A request holds numbers that no request can have.",
-    Doubt.MIXED_SERVERS: "The sessions of the run were measured on different servers.",
-    Doubt.FOREIGN_EVIDENCE: "An engine log, a manifest or a calibration that does not belong to this run.",
-    Doubt.MALFORMED_COUNTS: "The server sent counts that are none, such as NaN.",
-    Doubt.CONTRADICTED: "Witnesses contradict each other, or what the prompts make possible.",
-    Doubt.OVERLONG_ANSWERS: "Answers are longer than was asked for.",
-    Doubt.ECHO: "Answers are the beginning of their prompts.",
-    Doubt.SPEED_WITHOUT_REUSE: "Requests that reused nothing were faster than cold ones, beyond luck.",
-    Doubt.HITS_SAVE_NOTHING: "Requests with confirmed reuse were not faster than cold ones.",
-    Doubt.ONE_WITNESS: "Reuse is claimed, but too few independent channels say so.",
-    Doubt.ANSWERS_LEFT_COLD: "Reuse changed answers more than running cold twice does.",
-    Doubt.NOTHING_CONFIRMED: "No request reused anything that was confirmed.",
-    Doubt.NOT_PAIRED: "Without cold, warm and rerun arms nobody can say what reuse saved.",
-    Doubt.NO_NEGATIVES: "No unrelated pair was answered, so that reuse where none may be was not looked for.",
-    Doubt.REQUESTS_FAILED: "More than one request of twenty failed, so that the rest may be a lucky choice.",
-}
 OPEN = frozenset({Doubt.NOTHING_CONFIRMED, Doubt.NOT_PAIRED, Doubt.NO_NEGATIVES, Doubt.REQUESTS_FAILED})
 """What was not shown, rather than what was shown to be wrong: it fails the default gates, not requested ones."""
 INTEGRITY = frozenset({Doubt.EDITED_RESULT, Doubt.IMPOSSIBLE_NUMBERS, Doubt.MIXED_SERVERS, Doubt.FOREIGN_EVIDENCE})

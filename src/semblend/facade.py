@@ -20,20 +20,23 @@ from semblend.confirm.ledger import Ledger, Totals
 from semblend.confirm.metrics import Metrics, make_metrics
 from semblend.confirm.receipt import Receipt
 from semblend.confirm.sinks import Sink, open_stream
-from semblend.confirm.tracing import tracer
+from semblend.confirm.tracing import trace as trace_span
 from semblend.discover.donor import Donor, Eviction, EvictionReason, check_donor_id, check_ttl
 from semblend.discover.journal import SqliteJournal, write_snapshot
+from semblend.discover.similarity import SimilarityIndex
 from semblend.discover.store import DonorStore, StoreStats
 from semblend.errors import InputError, SemBlendError, StoreError
-from semblend.evidence import EvidenceDesk
 from semblend.explanation import Explanation, explain
+from semblend.fingerprint.embedder import make_embedder
 from semblend.fingerprint.fingerprinter import Fingerprinter
 from semblend.fingerprint.hashes import DEFAULT_SCHEME, HashScheme
 from semblend.name_clash import refuse_foreign_distribution
-from semblend.pipeline import NOTHING_ALIGNED, LookupTrace, Pipeline, kernels_can_be_loaded
+from semblend.pipeline import NOTHING_ALIGNED, LookupTrace, Pipeline
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan, Similar
 from semblend.prompt import Prompt, check_exact_tokens
 from semblend.reporting import Reporter, report_policy_failure
+
+_WORTH_ASKING = {DeclineReason.NOTHING_SHARED, DeclineReason.BELOW_BREAK_EVEN, DeclineReason.LOW_REUSE_RATIO}
 
 
 class SemBlend:
@@ -45,7 +48,7 @@ class SemBlend:
     (Span(donor_id='req-1', donor_start=40, target_start=0, length=50, generation=0),)
 
     Thread-safe. `lookup` never raises for what goes wrong inside: the request runs cold, and an event says why.
-    ``compiled=False`` takes the plain numpy path, which is also what runs where numba is absent.
+    ``compiled`` has no effect any more: where numba is absent, the kernels run as plain Python.
     """
 
     def __init__(
@@ -71,8 +74,8 @@ class SemBlend:
         self._listeners: list[Callable[[Eviction], None]] = []
         self._claims: dict[str, tuple[tuple[str, int], ...]] = {}
         self._claims_lock = threading.Lock()
-        self._compiled = kernels_can_be_loaded() if compiled is None else compiled
-        self._fingerprinter = Fingerprinter(scheme, compiled=self._compiled)
+        del compiled  # one release longer
+        self._fingerprinter = Fingerprinter(scheme)
         self._journal: SqliteJournal | None = None
         try:
             if self.config.store:
@@ -80,14 +83,13 @@ class SemBlend:
             self._store = DonorStore(
                 max_donors=self.config.max_donors,
                 max_bytes=self.config.max_bytes,
-                compiled=self._compiled,
                 journal=self._journal,
                 clock=clock,
                 eviction=self.config.eviction,
                 on_policy_failure=partial(report_policy_failure, self.events),
             )
             self._pipeline = Pipeline(self.config, self._store, self._fingerprinter)
-            self._evidence = EvidenceDesk(self.config, self._report.missing)
+            self._evidence = self._make_evidence()
             if self._journal is not None:
                 self._restore(self._journal)
         except BaseException:
@@ -173,7 +175,7 @@ class SemBlend:
             raise InputError(f"request_id is {type(request_id).__name__}, not str", hint="pass request_id=str(...)")
         exact_tokens = check_exact_tokens(exact_tokens, len(prompt))
         started = time.perf_counter()
-        with tracer().span("semblend.lookup", prompt_tokens=len(prompt)) as span:
+        with trace_span("semblend.lookup", prompt_tokens=len(prompt)) as span:
             declined = self.decline_beforehand(prompt, request_id, opt_out)
             trace = (
                 LookupTrace(declined, NOTHING_ALIGNED) if declined else self._search(prompt, request_id, exact_tokens)
@@ -211,7 +213,7 @@ class SemBlend:
     def similar(self, prompt: Prompt, *, limit: int = 5) -> tuple[Similar, ...]:
         """Donors that look alike, best first: for routing and telemetry, never a permission to reuse."""
         _check_prompt(prompt)
-        return self._evidence.similar(prompt, limit)
+        return self._evidence.find_similar(prompt, limit)
 
     def claim(self, plan: ReusePlan, request_id: str) -> ReusePlan | Decline:
         """Hold a plan's donors until its receipt: they can't be evicted for room and count as just used."""
@@ -261,7 +263,7 @@ class SemBlend:
     def warm_up(self) -> float:
         """Compile or load the kernels now instead of in the first request; returns the seconds it took."""
         started = time.perf_counter()
-        scratch = DonorStore(max_donors=2, max_bytes=1 << 20, compiled=self._compiled, eviction=self.config.eviction)
+        scratch = DonorStore(max_donors=2, max_bytes=1 << 20, eviction=self.config.eviction)
         pipeline = Pipeline(replace(self.config, lookup_budget_ms=0.0), scratch, self._fingerprinter)
         prompt = Prompt(np.arange(1024) % 997)
         for donor_id in ("a", "b", "c"):
@@ -326,10 +328,23 @@ class SemBlend:
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
+    def _make_evidence(self) -> SimilarityIndex:
+        config = self.config
+        embedder = make_embedder(config.embedder, config.models_dir)
+        if config.embedder == "auto" and embedder.name == "none":
+            self._report.missing("no MiniLM files on this machine: lookups carry no paraphrase evidence")
+        return SimilarityIndex(embedder, min_similarity=config.min_similarity, fuzzy=config.fuzzy_chunks)
+
+    def _find_evidence(self, decision: ReusePlan | Decline, prompt: Prompt) -> tuple[Similar, ...]:
+        """Similar donors for a prompt that shares no tokens worth reusing: never part of what may be reused."""
+        if not isinstance(decision, Decline) or decision.reason not in _WORTH_ASKING:
+            return ()
+        return self._evidence.find_similar(prompt, budget_ms=self.config.evidence_budget_ms or None)
+
     def _search(self, prompt: Prompt, request_id: str, exact_tokens: int) -> LookupTrace:
         try:
             trace = self._pipeline.run(prompt, exact_tokens)
-            evidence = self._evidence.find_similar(trace.decision, prompt)
+            evidence = self._find_evidence(trace.decision, prompt)
         except Exception as error:  # whatever fails in here must cost the request time, never an answer
             self._report.failed("lookup", error, request_id)
             return LookupTrace(Decline(DeclineReason.ERROR, f"{type(error).__name__}: {error}"), NOTHING_ALIGNED)

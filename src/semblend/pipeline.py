@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import logging
 import time
 from dataclasses import dataclass
 
 from semblend.align.aligner import Aligner, Alignment
 from semblend.config import SemBlendConfig
-from semblend.discover.search import Search
 from semblend.discover.store import DonorStore
 from semblend.fingerprint.fingerprinter import Fingerprinter
 from semblend.plan.cost import CostModel
@@ -19,19 +15,13 @@ from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.prompt import Prompt
 
 NOTHING_ALIGNED = Alignment(())
-log = logging.getLogger("semblend")
 
 
 def kernels_can_be_loaded() -> bool:
     """False where numba is absent, and where it is there and does not work (such as with a numpy it does not know)."""
-    if importlib.util.find_spec("numba") is None:
-        return False
-    try:
-        importlib.import_module("semblend.align.kernels")
-    except ImportError as error:
-        log.warning("numba cannot be loaded, plain numpy does the work: %s", error)
-        return False
-    return True
+    from semblend.fingerprint import kernels
+
+    return kernels.COMPILED
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +48,6 @@ class Pipeline:
         self._shortest = config.min_span_tokens
         self._store = store
         self._fingerprinter = fingerprinter
-        self._search = Search(store)
         self._aligner = Aligner(store, fingerprinter.scheme, min_span_tokens=config.min_span_tokens)
         self._planner = Planner(config.min_span_tokens, config.min_reuse_ratio, cost_model(config))
 
@@ -71,7 +60,7 @@ class Pipeline:
         fingerprint = self._fingerprinter.fingerprint(prompt)
         fingerprinted = time.perf_counter()
         with self._store.lock:
-            candidates = self._search.find_candidates(fingerprint, within=prompt.namespace)
+            candidates = self._store.find_candidates(fingerprint, within=prompt.namespace)
             searched = time.perf_counter()
             alignment = self._aligner.align(prompt, candidates, exact_tokens=exact_tokens, deadline=deadline)
         aligned = time.perf_counter()

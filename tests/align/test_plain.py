@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_align import LOOK_BACK, choose_cover, drop_dominated
 
-from semblend.align import kernels, plain
+from semblend.align import kernels
 
 SHORTEST = 4
 
@@ -15,7 +16,7 @@ intervals = st.lists(st.tuples(st.integers(0, 40), st.integers(SHORTEST, 20)), m
 
 def as_matches(found: list[tuple[int, int]]) -> np.ndarray:
     rows = [(start, start + length, i, 100 + start) for i, (start, length) in enumerate(found)]
-    return plain.drop_dominated(np.array(rows, np.int64).reshape(-1, 4))
+    return drop_dominated(np.array(rows, np.int64).reshape(-1, 4))
 
 
 def best_saving(matches: np.ndarray, seam: int) -> int:
@@ -32,10 +33,10 @@ def best_saving(matches: np.ndarray, seam: int) -> int:
 
 
 @given(intervals, st.sampled_from([0, 1, 3]))
-@settings(max_examples=500)
+@settings(max_examples=100)
 def test_the_cover_is_feasible_and_close_to_the_optimum(found, seam):
     matches = as_matches(found)
-    pieces = plain.choose_cover(matches, SHORTEST, seam)
+    pieces = choose_cover(matches, SHORTEST, seam)
     end = 0
     for start, stop, slot, donor_start in pieces.tolist():
         (match,) = matches[matches[:, 2] == slot].tolist()
@@ -51,11 +52,11 @@ def test_the_cover_is_feasible_and_close_to_the_optimum(found, seam):
 
 
 @given(intervals, st.sampled_from([0, 1, 3]))
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_the_compiled_cover_is_the_same(found, seam):
     matches = as_matches(found)
     assert np.array_equal(
-        kernels.choose_cover(matches, SHORTEST, seam, plain.LOOK_BACK), plain.choose_cover(matches, SHORTEST, seam)
+        kernels.choose_cover(matches, SHORTEST, seam, LOOK_BACK), choose_cover(matches, SHORTEST, seam)
     )
 
 
@@ -63,7 +64,7 @@ def test_the_compiled_cover_is_the_same(found, seam):
 def test_the_compiled_filter_of_dominated_matches_is_the_same(found):
     rows = [(start, start + length, i, 0) for i, (start, length) in enumerate(found)]
     matches = np.array(rows, np.int64).reshape(-1, 4)
-    assert np.array_equal(kernels.drop_dominated(matches), plain.drop_dominated(matches))
+    assert np.array_equal(kernels.drop_dominated(matches), drop_dominated(matches))
 
 
 @given(intervals)
@@ -78,6 +79,6 @@ def test_matches_inside_another_are_dropped_and_the_rest_ascend(found):
 def test_more_overlapping_matches_than_are_looked_back_at_lose_nothing_before_them():
     first = (0, 1000, 0, 0)
     crowd = [(2000 + i, 3000 + i, 1 + i, 0) for i in range(100)]
-    pieces = plain.choose_cover(np.array([first, *crowd], np.int64), 32)
+    pieces = choose_cover(np.array([first, *crowd], np.int64), 32)
     assert pieces[0, :2].tolist() == [0, 1000]
     assert pieces[-1, 1] == 3099

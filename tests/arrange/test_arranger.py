@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semblend import Namespace
-from semblend.arrange import Arranger, Keep
-from semblend.arrange.keep import measure_displaced
+from semblend.arrange import Arranger, OrderLimits
+from semblend.arrange.order_limits import measure_displaced
 from semblend.errors import InputError
 
 WORDS = st.lists(st.sampled_from([f"passage {n}" for n in range(12)]), max_size=9)
@@ -35,11 +35,11 @@ def count_exact(history, prompt):
 
 
 @given(st.lists(WORDS, max_size=8), WORDS, st.integers(0, 3), st.integers(0, 3), st.none() | st.integers(0, 4))
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_every_passage_stands_once_where_it_may_and_what_is_promised_is_there(history, asked, first, last, within):
     arranger = Arranger(count=lambda passage: 1)
     sent = [send(arranger, passages) for passages in history]
-    found = arranger.arrange(asked, keep=Keep(first=first, last=last, within=within))
+    found = arranger.arrange(asked, keep=OrderLimits(first=first, last=last, within=within))
     order = found.order
     assert sorted(order) == list(range(len(asked)))
     fixed = [*range(min(first, len(asked))), *range(max(0, len(asked) - last), len(asked))]
@@ -49,13 +49,15 @@ def test_every_passage_stands_once_where_it_may_and_what_is_promised_is_there(hi
     placed = [asked[index] for index in order]
     assert count_exact(sent, placed) >= found.expected.exact
     assert found.expected.exact + found.expected.elsewhere + found.expected.unseen == len(asked)
-    assert arranger.arrange(asked, keep=Keep(first=first, last=last, within=within)) == found, "asking changes nothing"
+    assert arranger.arrange(asked, keep=OrderLimits(first=first, last=last, within=within)) == found, (
+        "asking changes nothing"
+    )
 
 
 @given(
     st.lists(st.permutations(range(6)).map(lambda p: p[:4]), min_size=1, max_size=6),
     st.lists(st.integers(0, 5), min_size=1, max_size=4),
-    st.builds(Keep, first=st.integers(0, 2), last=st.integers(0, 2), within=st.none() | st.integers(0, 3)),
+    st.builds(OrderLimits, first=st.integers(0, 2), last=st.integers(0, 2), within=st.none() | st.integers(0, 3)),
 )
 @settings(max_examples=150)
 def test_the_exact_prefix_is_the_longest_that_any_allowed_order_has(history, asked, keep):
@@ -122,7 +124,7 @@ def test_relevance_is_displaced_no_further_than_allowed():
     free = arranger.arrange(passages, scores=scores)
     assert free.order == tuple(range(9, -1, -1))
     for most in (0.0, 0.05, 0.2):
-        found = arranger.arrange(passages, scores=scores, keep=Keep(displaced=most))
+        found = arranger.arrange(passages, scores=scores, keep=OrderLimits(displaced=most))
         assert measure_displaced(found.order, scores) <= most
     assert found.order != tuple(range(10)), "and as far as allowed it moves"
 
@@ -159,7 +161,7 @@ def test_many_threads_may_ask_and_tell():
         {"passages": ["a", 1]},
         {"passages": ["a"], "scores": [1, 2]},
         {"passages": ["a"], "scores": [float("nan")]},
-        {"passages": ["a"], "keep": Keep(displaced=0.1)},
+        {"passages": ["a"], "keep": OrderLimits(displaced=0.1)},
     ],
 )
 def test_mistakes_are_named(asked):
@@ -170,4 +172,4 @@ def test_mistakes_are_named(asked):
 @pytest.mark.parametrize("wrong", [{"first": -1}, {"within": 1.5}, {"displaced": 2}])
 def test_what_cannot_be_kept_is_named(wrong):
     with pytest.raises(InputError):
-        Keep(**wrong)
+        OrderLimits(**wrong)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semblend.arrange.corpus_prompts import group_documents
+from semblend.arrange.arranger import group_documents
 
 SIZES = st.lists(st.integers(1, 10), min_size=1, max_size=12)
 

@@ -14,8 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semblend.arrange import VolatileField, find_volatile_fields, move_to_end
-from semblend.arrange.hygiene import NEIGHBOURS, _common, _Neighbours, count_prefix_hits
+from semblend.arrange.hygiene import NEIGHBOURS, _chain, _common, _Neighbours, _PrefixCache
 from semblend.errors import InputError
+
+
+def count_prefix_hits(prompts: list[str]) -> int:
+    """Tokens of all prompts that an exact prefix cache serves, about."""
+    cache = _PrefixCache()
+    return sum(cache.serve(_chain(prompt)) for prompt in prompts) // 4
 
 
 def write_text(seed, words):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semblend import Namespace, Prompt
-from semblend.arrange import Arranger, Keep
+from semblend.arrange import Arranger, OrderLimits
 from semblend.arrange.memory import SequenceMemory
 from semblend.errors import InputError, StoreError
 
@@ -53,7 +53,7 @@ def test_the_memory_never_contradicts_itself(steps):
     for what, tenant, passages, kept in steps:
         namespace = Namespace(tenant=tenant)
         if what == "add":
-            send(arranger, passages, namespace=namespace, keep=Keep(within=0))
+            send(arranger, passages, namespace=namespace, keep=OrderLimits(within=0))
         else:
             arranger.forget(passages, namespace, kept=kept if what == "cut" else None)
         check(arranger._memory)
@@ -88,7 +88,7 @@ def test_forgetting_reaches_what_goes_on_behind_and_any_beginning_unless_one_is_
     arranger = Arranger()
     for before in ("one", "two"):
         for passages in (["a", "b"], ["a", "b", "c"], ["a", "d"]):
-            send(arranger, passages, before=before, keep=Keep(within=0))
+            send(arranger, passages, before=before, keep=OrderLimits(within=0))
     assert arranger.forget(["a", "b"], before="one")
     assert arranger.arrange(["a", "b", "c"], before="one").expected.exact == 1
     assert arranger.arrange(["a", "b", "c"], before="two").expected.exact == 3
@@ -129,7 +129,7 @@ def test_passages_may_be_tokens_and_never_meet_a_text():
 @pytest.mark.parametrize("scores", [[float("inf"), 1.0], [-1.0, 1.0], [float("nan"), 0.0]])
 def test_scores_that_no_bound_can_hold_are_refused(scores):
     with pytest.raises(InputError):
-        Arranger().arrange(["a", "b"], scores=scores, keep=Keep(displaced=0.1))
+        Arranger().arrange(["a", "b"], scores=scores, keep=OrderLimits(displaced=0.1))
 
 
 def test_ten_thousand_passages_are_arranged_under_every_kind_of_keep():
@@ -138,7 +138,7 @@ def test_ten_thousand_passages_are_arranged_under_every_kind_of_keep():
     send(arranger, many[::-1])
     for number in range(300):
         send(arranger, many[number::-1][:20])
-    for keep in (Keep(), Keep(within=7), Keep(first=3, last=4), Keep(within=0)):
+    for keep in (OrderLimits(), OrderLimits(within=7), OrderLimits(first=3, last=4), OrderLimits(within=0)):
         order = arranger.arrange(many, keep=keep).order
         assert sorted(order) == list(range(10_000))
     same = arranger.arrange(["same"] * 10_000)

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semblend.arrange import Arranger, Keep, search
+from semblend.arrange import Arranger, OrderLimits, search
 
 NAMES = [f"p{number}" for number in range(9)]
 PROMPTS = st.lists(st.lists(st.sampled_from(NAMES), max_size=8), max_size=14)
-KEEPS = st.just(Keep()) | st.builds(
-    Keep, first=st.integers(0, 2), last=st.integers(0, 2), within=st.none() | st.integers(0, 4)
+KEEPS = st.just(OrderLimits()) | st.builds(
+    OrderLimits, first=st.integers(0, 2), last=st.integers(0, 2), within=st.none() | st.integers(0, 4)
 )
 
 
@@ -29,7 +29,9 @@ def test_every_order_is_that_of_the_plain_search(limits, history, asked, keep, e
             count=lambda passage: int(passage[1]) // 2 if passage != "new" else 3, exact_size=exact_size
         )
         for number, passages in enumerate(history):
-            arranger.record(arranger.arrange(passages, keep=Keep(within=number % 3 or None), before="x" * (number % 2)))
+            arranger.record(
+                arranger.arrange(passages, keep=OrderLimits(within=number % 3 or None), before="x" * (number % 2))
+            )
         found = arranger.arrange(asked, keep=keep)
         sizes = [found.sizes[found.order.index(at)] for at in range(len(asked))]
         keys = [found.keys[found.order.index(at)] for at in range(len(asked))]

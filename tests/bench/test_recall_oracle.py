@@ -35,7 +35,7 @@ def as_tokens(ids: list[int]) -> np.ndarray:
 
 
 @given(donors=st.lists(PROMPTS, max_size=4), prompt=PROMPTS, window=WINDOWS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_the_oracle_marks_exactly_the_tokens_that_brute_force_marks(donors, prompt, window):
     oracle = oracles.SharedRuns([as_tokens(donor) for donor in donors], window)
 

@@ -44,7 +44,7 @@ def script(tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.F
 
 def ask(*command: str, home: Path) -> str:
     environment = {"HOME": str(home), "PATH": "/usr/local/bin:/usr/bin:/bin", "TERM": "dumb"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

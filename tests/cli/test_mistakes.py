@@ -432,7 +432,7 @@ def test_ctrl_c_ends_a_server_without_a_traceback(line: str, folder: Path) -> No
             while LONG[line] not in said and time.monotonic() < give_up:
                 said += running.stdout.readline()
             running.send_signal(signal.SIGINT)
-            rest, _ = running.communicate(timeout=60)
+            rest, _ = running.communicate(timeout=300)
         finally:
             running.kill()
     assert running.returncode in (0, 130)

@@ -14,13 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semblend.confirm import events
-from semblend.confirm.events import ENVELOPE, KINDS, Event, EventKind, EvictionReason, event_schema
+from semblend.confirm.events import Event, EventKind, EvictionReason
 from semblend.confirm.outcome import Outcome
-from semblend.confirm.receipt import EVICTION_REASONS, TEXT_LIMIT, Receipt
+from semblend.confirm.receipt import TEXT_LIMIT, Receipt
 from semblend.errors import ReceiptError
 from semblend.plan.reuse_plan import DeclineReason
 from semblend.span import Span
 from tools.reference.event_pages import SCHEMA_FILE, events_markdown, schema_json
+from tools.reference.event_schema import ENVELOPE, EVICTION_REASONS, KINDS, event_schema
 
 MakeReceipt = Callable[..., Receipt]
 VALIDATOR = jsonschema.Draft202012Validator(event_schema())

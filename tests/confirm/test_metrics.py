@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from semblend.confirm.metrics import METRICS, Metrics, NullMetrics, PrometheusMetrics, make_metrics
+from semblend.confirm.metrics import METRICS, Metrics, PrometheusMetrics, make_metrics
 from semblend.confirm.outcome import Outcome
 from semblend.confirm.receipt import Receipt
 from semblend.errors import MissingDependencyError, ReceiptError
@@ -98,7 +98,7 @@ def test_a_backends_decline_is_counted_from_its_receipt(
 
 @pytest.mark.parametrize("name", ["null", "prometheus"])
 def test_reuse_is_not_counted_without_a_receipt(registry: CollectorRegistry, name: str) -> None:
-    metrics: Metrics = NullMetrics() if name == "null" else PrometheusMetrics(registry)
+    metrics: Metrics = Metrics() if name == "null" else PrometheusMetrics(registry)
     with pytest.raises(ReceiptError, match="without a receipt"):
         metrics.outcome(Outcome.BACKEND_MATERIALIZED_REUSE, "vllm")
     metrics.outcome(Outcome.COLD_FALLBACK, "vllm")
@@ -132,16 +132,16 @@ def test_two_instances_on_the_default_registry_do_not_clash() -> None:
 
 
 def test_metrics_are_off_when_disabled_or_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(make_metrics(False), NullMetrics)
+    assert type(make_metrics(False)) is Metrics
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    assert isinstance(make_metrics(True), NullMetrics)
+    assert type(make_metrics(True)) is Metrics
     with pytest.raises(MissingDependencyError, match="prometheus_client") as refusal:
         PrometheusMetrics()
     assert "semblend-suite[telemetry]" in refusal.value.hint
 
 
 def test_no_metrics_take_every_call(make_receipt: MakeReceipt) -> None:
-    metrics: Metrics = NullMetrics()
+    metrics: Metrics = Metrics()
     calls = (
         metrics.lookup(0.1),
         metrics.similarity(0.1),

@@ -20,7 +20,7 @@ from semblend.confirm.sinks import open_stream
 from semblend.errors import ConfigError, MissingDependencyError
 
 pytest.importorskip("nats")
-WAIT_S = 20
+WAIT_S = 120
 
 
 class FakeNats:

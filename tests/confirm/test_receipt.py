@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semblend.confirm.outcome import Outcome
-from semblend.confirm.receipt import CALLER_DETAILS, RECEIPT_FIELDS, TOKEN_KINDS, Receipt
+from semblend.confirm.receipt import CALLER_DETAILS, TOKEN_KINDS, Receipt
 from semblend.errors import ReceiptError
 from semblend.plan.reuse_plan import DeclineReason
 from semblend.prompt import Namespace
 from semblend.span import Span
+from tools.reference.event_schema import RECEIPT_FIELDS
 
 MakeReceipt = Callable[..., Receipt]
 

@@ -14,7 +14,6 @@ import pytest
 from semblend import Prompt, SemBlend, SemBlendConfig
 from semblend.cli.main import main
 from semblend.demo import workloads as made
-from semblend.demo.texts import write_chronicle
 from semblend.errors import InputError, MissingDependencyError, SemBlendError
 from semblend.plan.reuse_plan import ReusePlan
 from semblend.text.tokenization import StableTokenizer
@@ -72,7 +71,7 @@ def test_workloads_are_the_same_every_time(long):
 
 
 def test_chronicles_have_the_asked_length_and_do_not_repeat_themselves():
-    text = write_chronicle(5, 2000)
+    text = made.write_chronicle(5, 2000)
     assert 2000 <= len(text.split()) < 2060
     lines = text.splitlines()
     assert len(set(lines[2:])) == len(lines) - 2
@@ -304,14 +303,14 @@ def test_calibrate_writes_a_file_that_serve_reads_and_goes_on_where_it_ended(loa
         stream.write('{"key": "half')  # as a killed run leaves it
     assert main([*flags, "--limit", "3"]) == 0
     assert len(pairs.read_text().splitlines()) == 3
-    from semblend.materialize import measure_ways
+    from semblend.materialize import calibrate
 
-    monkeypatch.setattr(measure_ways, "measure_prompt", lambda *_, **__: pytest.fail("measured again"))
+    monkeypatch.setattr(calibrate, "measure_prompt", lambda *_, **__: pytest.fail("measured again"))
     assert main([*flags, "--limit", "3"]) == 0
 
 
 def test_calibrate_measures_the_dial_and_says_how_often_cold_answers_change(loads_tiny, tmp_path, capsys):
-    passages = [write_chronicle(seed, 60) for seed in range(4)]
+    passages = [made.write_chronicle(seed, 60) for seed in range(4)]
     lines = []
     for number in range(40):
         order = passages[number % 4 :] + passages[: number % 4]
@@ -334,7 +333,7 @@ def test_calibrate_measures_the_dial_and_says_how_often_cold_answers_change(load
 
 
 def test_calibrate_takes_logged_prompts_and_keeps_tenants_apart(loads_tiny, tmp_path, capsys):
-    text = write_chronicle(3, 300)
+    text = made.write_chronicle(3, 300)
     lines = [
         {"prompt": f"First. {text}", "tenant": "a"},
         {"prompt": f"Another beginning. {text} What now?", "tenant": "b"},

@@ -155,7 +155,7 @@ def test_a_full_disk_is_an_error_with_a_hint_and_nothing_saved_is_lost(tmp_path,
         capture_output=True,
         text=True,
         env=environment,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert "refused at" in done.stdout

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from semblend.discover.evidence import SketchIndex
+from semblend.discover.similarity import SketchIndex
 from semblend.fingerprint.simhash import make_sketch
 
 

@@ -147,7 +147,9 @@ sb.close()
 
 
 def test_a_forked_child_is_told_to_open_the_file_itself(tmp_path):
-    done = subprocess.run([sys.executable, "-c", FORK, str(tmp_path / "s")], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", FORK, str(tmp_path / "s")], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     with opened(tmp_path / "s") as sb:
         assert ids(sb) == ["before", "parent"]

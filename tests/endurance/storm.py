@@ -47,7 +47,7 @@ def served(app: Any) -> Iterator[tuple[str, int]]:
         yield "127.0.0.1", sock.getsockname()[1]
     finally:
         server.should_exit = True
-        thread.join(30)
+        thread.join(300)
         sock.close()
 
 

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from semblend import Namespace
 from semblend.arrange import Arranger, move_to_end
 from semblend.errors import InputError
-from semblend.estimate.breaks import BreakKind, redact
-from semblend.estimate.replay import ReplayOptions
+from semblend.estimate.replay import BreakKind, ReplayOptions, redact
 from semblend.estimate.steps import MoveFields
 from semblend.text.chat import list_chat_parts, render_chat
 from semblend.text.logs import LoggedPrompt

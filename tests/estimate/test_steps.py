@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semblend import Namespace
-from semblend.arrange import Keep, find_volatile_fields
+from semblend.arrange import OrderLimits, find_volatile_fields
 from semblend.estimate.steps import ArrangePassages, DropRepeats, MoveFields, SortTools
 from semblend.text.chat import list_chat_parts
 from semblend.text.parts import Part, join_parts, split_parts
@@ -94,12 +94,12 @@ def test_a_list_of_thousands_of_passages_stays_as_it_is() -> None:
 
 
 def test_the_arranger_is_told_the_caches_size_and_seeks_nothing_that_such_a_cache_has_dropped() -> None:
-    def send(step: ArrangePassages, names: str, keep: Keep = Keep()) -> str:  # noqa: B008
+    def send(step: ArrangePassages, names: str, keep: OrderLimits = OrderLimits()) -> str:  # noqa: B008
         parts = tuple(Part(name * 100, "passage", "g", marked=True) for name in names)
         return "".join(part.text[0] for part in step.apply(parts, HERE, keep))
 
     small = ArrangePassages(150)  # 600 characters: two prompts
     for step in (small, small.scale(10)):
         for names in ("abc", "uvw", "xyz", "ca"):
-            send(step, names, Keep(within=0))
+            send(step, names, OrderLimits(within=0))
         assert send(step, "bac") == ("cab" if step is small else "abc")

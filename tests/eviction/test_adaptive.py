@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_adaptive import PlainAdaptive, find_best_rates
 
-from semblend.eviction.adaptive import Adaptive, PlainAdaptive, find_best_rates
+from semblend.eviction.adaptive import Adaptive
 from semblend.eviction.plan import AdaptivePlan, limit_history
 
 

@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 from browser import in_a_browser, read_dom, read_text
 
+import semblend.explorer
 from semblend import SemBlendConfig
 from semblend.errors import InputError
 from semblend.explorer.app import ExplorerApp
-from semblend.explorer.examples import EXAMPLES
 from semblend.explorer.server import MAX_BODY_BYTES, PAGE_FILES, ExplorerHandler, ExplorerServer
 from semblend.text.tokenization import StableTokenizer
 
+EXAMPLES = json.loads((Path(semblend.explorer.__file__).parent / "examples.json").read_text(encoding="utf-8"))
 TEXT = "Two hours before high tide the pilot boat leaves the north pier, and large vessels may enter. " * 6
 
 
@@ -31,7 +32,7 @@ class Client:
         self.port = port
 
     def raw(self, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes, Any]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
         try:
             names = {name.replace("_", "-"): value for name, value in headers.items()}
             connection.request(method, path, body, names)
@@ -136,27 +137,27 @@ def test_stats_and_events_tell_what_happened(ask: Client) -> None:
     assert kinds == ["donor_registered", "lookup", "reuse_planned"]
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.key)
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example["key"])
 def test_each_example_shows_what_it_promises(ask: Client, example: Any) -> None:
-    for donor in example.donors:
-        assert ask("POST", "/api/donors", {"text": donor.text, "donor_id": donor.donor_id})[0] == 200
-    answer = ask("POST", "/api/explain", {"text": example.prompt})[1]
+    for donor in example["donors"]:
+        assert ask("POST", "/api/donors", donor)[0] == 200
+    answer = ask("POST", "/api/explain", {"text": example["prompt"]})[1]
     total = len(answer["owners"])
     held = sum(owner is not None for owner in answer["owners"])
     share = held / total
-    if example.key == "paraphrase":
+    if example["key"] == "paraphrase":
         assert share == 0
         return
     assert share > 0.85
     assert answer["prefix_tokens"] / total < 0.25
-    assert len(answer["donor_ids"]) == len(example.donors)
-    if example.key == "three-words":
+    assert len(answer["donor_ids"]) == len(example["donors"])
+    if example["key"] == "three-words":
         assert total - held == 3
 
 
 def test_the_examples_are_offered_to_the_page(ask: Client) -> None:
     offered = ask("GET", "/api/examples")[1]["examples"]
-    assert [example["key"] for example in offered] == [example.key for example in EXAMPLES]
+    assert [example["key"] for example in offered] == [example["key"] for example in EXAMPLES]
 
 
 def test_text_with_a_lone_surrogate_comes_back_whole(ask: Client) -> None:

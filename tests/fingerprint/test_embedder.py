@@ -140,6 +140,6 @@ def test_the_doctor_rows_tell_what_works_and_why_not(bare: Path) -> None:
 
 def test_importing_the_embedders_loads_no_heavy_package() -> None:
     heavy = ("torch", "onnxruntime", "tokenizers", "safetensors", "usearch", "sentence_transformers", "transformers")
-    code = f"import sys, semblend.discover.evidence; print(*[name for name in {heavy} if name in sys.modules])"
+    code = f"import sys, semblend.discover.similarity; print(*[name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []

@@ -18,7 +18,7 @@ prompts = st.builds(
 
 
 @given(prompts)
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_the_compiled_and_the_plain_sampler_agree(tokens):
     for ours, theirs in zip(
         kernels.select_minimizers(tokens, DEFAULT_SCHEME), hashes.select_minimizers(tokens), strict=True
@@ -27,7 +27,7 @@ def test_the_compiled_and_the_plain_sampler_agree(tokens):
 
 
 @given(prompts)
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_every_window_of_kgrams_keeps_one(tokens):
     positions, _ = hashes.select_minimizers(tokens)
     kgrams = len(tokens) - DEFAULT_SCHEME.k + 1
@@ -39,7 +39,7 @@ def test_every_window_of_kgrams_keeps_one(tokens):
 
 
 @given(prompts, prompts, prompts)
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_a_shared_run_of_the_guaranteed_length_has_a_common_seed(run, before, after):
     run = np.resize(run, DEFAULT_SCHEME.guaranteed_tokens)
     a, b = np.concatenate([before, run, after]), np.concatenate([after, run])

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from semblend.arrange import Arranger, Keep
+from semblend.arrange import Arranger, OrderLimits
 from semblend.errors import InputError
 
 TEXTS = ["alpha text", "beta text", "gamma text"]
@@ -39,7 +39,9 @@ class TestLangChain:
 
         arranger = Arranger()
         ArrangeDocuments(arranger).transform_documents(documents[::-1])
-        kept = ArrangeDocuments(arranger, keep=Keep(displaced=0.0), score_key="rank").transform_documents(documents)
+        kept = ArrangeDocuments(arranger, keep=OrderLimits(displaced=0.0), score_key="rank").transform_documents(
+            documents
+        )
         assert [one.page_content for one in kept] == TEXTS
         with pytest.raises(InputError, match="no number"):
             ArrangeDocuments(arranger, score_key="id").transform_documents(documents)
@@ -67,7 +69,7 @@ class TestLlamaIndex:
 
         arranger = Arranger()
         ArrangeNodes(arranger=arranger).postprocess_nodes(nodes[::-1])
-        assert ArrangeNodes(arranger=arranger, keep=Keep(displaced=0.0)).postprocess_nodes(nodes) == nodes
+        assert ArrangeNodes(arranger=arranger, keep=OrderLimits(displaced=0.0)).postprocess_nodes(nodes) == nodes
 
 
 @pytest.mark.parametrize(("package", "module"), [("langchain_core", "langchain"), ("llama_index", "llama_index")])

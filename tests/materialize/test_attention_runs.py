@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from plain_attention import attend_plain
 
 from semblend.materialize.attention_runs import SHORT_RUN, TILE_ROWS, attend_runs
 from semblend.materialize.contract import Rows
-from semblend.materialize.kv.attention_plain import attend_plain
 
 POSITIONS = {
     "one row": [40],

@@ -92,7 +92,7 @@ def test_english_is_about_as_dense_as_a_common_vocabulary() -> None:
 def test_a_full_cache_of_pieces_changes_no_id(monkeypatch: pytest.MonkeyPatch) -> None:
     text = " ".join(f"word{number}" for number in range(200))
     before = StableTokenizer().encode(text)
-    monkeypatch.setattr("semblend.text.tokenization._MOST_CACHED_PIECES", 8)
+    monkeypatch.setattr("semblend.text.tokenization._MAX_CACHED_PIECES", 8)
     assert np.array_equal(StableTokenizer().encode(text), before)
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 import pytest
 
-from semblend.web.palette import read_palette
+from semblend.web.charts import read_palette
 from semblend.web.site import HEADERS, PageFiles, build_dashboard, build_explorer, build_fleet, read_static
 
 ROOT = Path(__file__).parents[2]

@@ -11,12 +11,18 @@ from xml.etree import ElementTree
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semblend.web.figures import Axis, Figure, begin_plot, draw_both, spread_out
-from semblend.web.palette import write_plain_style
-from semblend.web.report import Tile, render_document, render_figure, render_head, render_list, render_tiles
+from semblend.web.charts import Axis, Drawing, Figure, begin_plot, draw_both, spread_out, write_plain_style
+from semblend.web.report import (
+    Strong,
+    Tile,
+    render_document,
+    render_figure,
+    render_head,
+    render_list,
+    render_table,
+    render_tiles,
+)
 from semblend.web.site import read_static, write_icon
-from semblend.web.svg import Drawing
-from semblend.web.tables import Strong, render_table
 
 ROOT = Path(__file__).parents[2]
 texts = st.text(alphabet=st.sampled_from("<>&\"'/=`{}$ scriptonerror\n\ud800\x00"), min_size=1, max_size=40)
@@ -84,7 +90,7 @@ def test_pages_are_made_in_one_place() -> None:
     own = re.compile(r"<html|<!doctype|<style|<svg", re.IGNORECASE)
     files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "bench").glob("*.py"), *(ROOT / "tools").rglob("*.py")]
     makers = {path.relative_to(ROOT).as_posix() for path in files if own.search(path.read_text(encoding="utf-8"))}
-    assert makers == {"src/semblend/web/report.py", "src/semblend/web/svg.py"}
+    assert makers == {"src/semblend/web/report.py", "src/semblend/web/charts.py"}
 
 
 @given(st.lists(st.floats(0, 200), min_size=1, max_size=12).map(sorted))

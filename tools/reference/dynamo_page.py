@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from semblend.integration.dynamo.placement import REASONS
 from semblend.integration.dynamo.serve import SUPPORTED
-from tools.reference.support_tables import DYNAMO
+from tools.reference.support_tables import DYNAMO, DYNAMO_REASONS
 
 
 def dynamo_markdown() -> str:
@@ -29,7 +28,7 @@ def dynamo_markdown() -> str:
         "",
         "| reason | meaning |",
         "|---|---|",
-        *(f"| `{reason.value}` | {meaning} |" for reason, meaning in REASONS.items()),
+        *(f"| `{reason.value}` | {meaning} |" for reason, meaning in DYNAMO_REASONS.items()),
         "",
         "## What a deployment may have",
         "",

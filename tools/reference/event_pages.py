@@ -9,11 +9,19 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from semblend.confirm.events import ENVELOPE, KINDS, SCHEMA_VERSION, event_schema
+from semblend.confirm.events import SCHEMA_VERSION
 from semblend.confirm.metrics import METRICS
 from semblend.confirm.outcome import Outcome
-from semblend.confirm.receipt import EVICTION_REASONS, RECEIPT_FIELDS, SPAN_FIELDS, Field
 from semblend.plan.reuse_plan import DeclineReason
+from tools.reference.event_schema import (
+    ENVELOPE,
+    EVICTION_REASONS,
+    KINDS,
+    RECEIPT_FIELDS,
+    SPAN_FIELDS,
+    Field,
+    event_schema,
+)
 
 SCHEMA_FILE = Path(__file__).parents[2] / "src" / "semblend" / "confirm" / "events.schema.json"
 

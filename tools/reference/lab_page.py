@@ -9,7 +9,7 @@ from pathlib import Path
 
 from semantickv.analysis.experiments import CONFIG_FOLDER, ExperimentOutcome, load_experiment, run_experiment
 from semantickv.analysis.latency import compute_gain
-from semantickv.output.experiment_files import PUBLISHED, name_best
+from semantickv.output.files import PUBLISHED, name_best
 from semblend.errors import InputError
 
 BEGIN, END = "<!-- tables: made by python -m tools.reference.lab_page -->", "<!-- end of tables -->"

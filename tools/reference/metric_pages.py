@@ -10,9 +10,9 @@ from pathlib import Path
 
 from sembench.gates import GATES
 from sembench.result import RequestRecord
-from sembench.trust import MEANINGS
 from sembench.witnesses.parsers import PARSERS
 from tools.reference.metric_words import AGGREGATE, ENGINE_SUMMARY, PAIRED, RECORD
+from tools.reference.support_tables import DOUBTS
 
 _BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
 
@@ -31,7 +31,7 @@ def build_tables() -> dict[str, str]:
         "paired": _format_words("metric", PAIRED),
         "engine_summary": _format_words("key", ENGINE_SUMMARY),
         "counted_once": _format_words("engine", once, meaning="what is one event"),
-        "doubts": _format_words("name", {str(doubt): words for doubt, words in MEANINGS.items()}),
+        "doubts": _format_words("name", {str(doubt): words for doubt, words in DOUBTS.items()}),
         "gates": _format_table(("flag", "reads", "passes when", "needs"), bounds),
     }
 

@@ -21,10 +21,10 @@ from semblend import errors
 from semblend.cli.commandline import HelpFormatter, Parser
 from semblend.cli.main import build_parser
 from semblend.config import CONFIG_FILE_VARIABLE, KEY_VARIABLES, SETTINGS
-from semblend.extras import NEEDED_BY
 from tools.reference.dynamo_page import dynamo_markdown
 from tools.reference.event_pages import events_markdown, metrics_markdown
 from tools.reference.sglang_page import sglang_markdown
+from tools.reference.support_tables import EXTRAS
 from tools.reference.trtllm_page import trtllm_markdown
 from tools.reference.vllm_page import vllm_markdown
 
@@ -138,13 +138,13 @@ def extras_markdown() -> str:
         "|---|---|---|",
     ]
     declared: dict[str, list[str]] = project["optional-dependencies"]
-    known = [name for name in NEEDED_BY if name in declared]
+    known = [name for name in EXTRAS if name in declared]
     return "\n".join(
         [
             *lines,
             *(
-                f"| `{extra}` | {_in_code(declared[extra]) or 'none'} | {NEEDED_BY.get(extra, '')} |"
-                for extra in [*known, *sorted(declared.keys() - NEEDED_BY.keys())]
+                f"| `{extra}` | {_in_code(declared[extra]) or 'none'} | {EXTRAS.get(extra, '')} |"
+                for extra in [*known, *sorted(declared.keys() - EXTRAS.keys())]
             ),
         ]
     )

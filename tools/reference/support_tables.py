@@ -1,12 +1,16 @@
-"""Which models and features of each engine are served: the tables of the reference pages.
+"""Tables that only the reference pages show: what each engine serves, and what names mean.
 
 What declines an engine at its start stands in each integration's own checks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+
+from sembench.trust import Doubt
+from semblend.integration.dynamo.placement import PlacementReason
 
 
 class SupportLevel(StrEnum):
@@ -141,7 +145,7 @@ VLLM: tuple[Feature, ...] = (
         "images in a request, prompt embeddings, pooling, prompt logprobs, streaming input",
         SupportLevel.PER_REQUEST,
         "computed without us",
-        "tests/integration/vllm/test_scheduler_half.py",
+        "tests/integration/vllm/test_scheduler_connector.py",
     ),
 )
 
@@ -336,3 +340,59 @@ DYNAMO: tuple[Feature, ...] = (
         "several of our routers", SupportLevel.YES, "what one places, the others know, through a Redis", _DYNAMO_SHARED
     ),
 )
+
+DYNAMO_REASONS: Mapping[PlacementReason, str] = {
+    PlacementReason.DONORS: "Pinned: the worker has computed parts of this prompt before.",
+    PlacementReason.SPREAD: "Pinned: most of this prompt is new, and the worker got little of late.",
+    PlacementReason.UNKNOWN: "Dynamo's choice: no worker has seen enough of it.",
+    PlacementReason.LOAD: "Dynamo's choice: whoever has seen it has too much to do.",
+    PlacementReason.CONSTRAINED: "Dynamo's choice: the request carries routing rules or media of its own.",
+    PlacementReason.FAULT: "Dynamo's choice: something of ours failed, or the pinned worker did.",
+}
+
+DOUBTS: Mapping[Doubt, str] = {
+    Doubt.TENANT_LEAK: "One tenant was served another tenant's tokens.",
+    Doubt.WRONG_KV: "Only the warm answer states what stands in the donor's text alone.",
+    Doubt.REUSE_ON_NEGATIVES: "Reuse was claimed where donor and recipient share nothing.",
+    Doubt.EDITED_RESULT: "The file is not what was measured: no requests, no digest, or one that does not fit.",
+    Doubt.IMPOSSIBLE_NUMBERS: "A request holds numbers that no request can have.",
+    Doubt.MIXED_SERVERS: "The sessions of the run were measured on different servers.",
+    Doubt.FOREIGN_EVIDENCE: "An engine log, a manifest or a calibration that does not belong to this run.",
+    Doubt.MALFORMED_COUNTS: "The server sent counts that are none, such as NaN.",
+    Doubt.CONTRADICTED: "Witnesses contradict each other, or what the prompts make possible.",
+    Doubt.OVERLONG_ANSWERS: "Answers are longer than was asked for.",
+    Doubt.ECHO: "Answers are the beginning of their prompts.",
+    Doubt.SPEED_WITHOUT_REUSE: "Requests that reused nothing were faster than cold ones, beyond luck.",
+    Doubt.HITS_SAVE_NOTHING: "Requests with confirmed reuse were not faster than cold ones.",
+    Doubt.ONE_WITNESS: "Reuse is claimed, but too few independent channels say so.",
+    Doubt.ANSWERS_LEFT_COLD: "Reuse changed answers more than running cold twice does.",
+    Doubt.NOTHING_CONFIRMED: "No request reused anything that was confirmed.",
+    Doubt.NOT_PAIRED: "Without cold, warm and rerun arms nobody can say what reuse saved.",
+    Doubt.NO_NEGATIVES: "No unrelated pair was answered, so that reuse where none may be was not looked for.",
+    Doubt.REQUESTS_FAILED: "More than one request of twenty failed, so that the rest may be a lucky choice.",
+}
+
+EXTRAS: dict[str, str] = {
+    "embedder": "`SEMBLEND_EMBEDDER=minilm` or `static`: paraphrase evidence on the CPU",
+    "onnx-gpu": "`SEMBLEND_EMBEDDER=onnx_gpu`: paraphrase evidence on a GPU",
+    "gpu": "`semblend serve` on a GPU: the Triton kernels",
+    "local": "`semblend serve`, `demo` and `calibrate`: the embedded engine, its API and its dashboard",
+    "vllm": "running beside vLLM; no command of this version needs it",
+    "sglang": "`semblend-sglang`, which knows SGLang 0.5.23",
+    "trtllm": "`semblend-trtllm`, whose integration was never run on the real engine",
+    "transformers": "`semblend.integration.transformers`: reuse around `model.generate()`",
+    "dynamo": "`semantickv dynamo-router`, which knows Dynamo 1.6.1; `dynamo-pin` needs `edge` alone",
+    "langchain": "`semblend.integration.langchain`: a document transformer that arranges",
+    "llama-index": "`semblend.integration.llama_index`: a node postprocessor that arranges",
+    "benchmarks": "all that `sembench` may need: live runs, tokenizers",
+    "tokenizer": "`semblend estimate`, `explain` and `explore` with `--tokenizer` other than `stable`",
+    "longbench": "`sembench build --profile longbench-v1` or `longbench-v2` from the hub; a local folder needs nothing",
+    "live": "`sembench run-live-sglang`, `run-live-gateway`, `run-load` and what else speaks to a server",
+    "telemetry": "`SEMBLEND_METRICS`, `SEMBLEND_NATS_URL` and OpenTelemetry spans, in every command and in the library",
+    "edge": "`semantickv proxy`, `router`, `dynamo-pin`, `api`; pyzmq, msgspec for KV events, redis for more routers",
+    "lab": "`semblend demo --plot`: its picture",
+    "k8s": "`sembench collect-k8s-engine-events`: it needs `kubectl` and no package",
+    "docs": "`make docs`: the site of the documentation, and its tests",
+    "dev": "`make test`",
+}
+"""What each extra is for; a test fails when one is missing here."""

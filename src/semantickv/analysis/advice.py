@@ -2,18 +2,353 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
-from semantickv.analysis.engines import ENGINES, KvMemory, list_engines_with
-from semantickv.analysis.intervals import Interval
 from semantickv.analysis.latency import LatencyModel
-from semantickv.analysis.sizing import NOISE, Costs, Room
 from semantickv.simulator.simulate import SimulationResult
 from semantickv.traces.trace import Trace
+from semblend.errors import InputError
+from semblend.prices import Gpu, MemoryTier, PrefillRate, PriceBook
+
+DRAWS = 400
+MIN_UNITS = 10
+"""With fewer sessions or runs no interval is given."""
+Counts = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """From ``low`` to ``high`` lie 95 % of the draws."""
+
+    low: float
+    high: float
+
+    def holds(self, value: float) -> bool:
+        return self.low <= value <= self.high
+
+
+@dataclass(frozen=True, eq=False)
+class Resampling:
+    """How often each unit is drawn, in every draw. ``unit`` is what is drawn: "sessions" or "runs of requests"."""
+
+    unit: str
+    members: Counts  # for every request, the number of its unit
+    weights: Counts  # draws x units
+
+    @property
+    def units(self) -> int:
+        return int(self.weights.shape[1])
+
+    def sum_units(self, values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+        """Sum a value of every request over the units of each draw."""
+        summed = np.bincount(self.members, weights=values, minlength=self.units)
+        return np.asarray(self.weights @ summed, np.float64)
+
+
+def resample(trace: Trace, seed: int = 0, draws: int = DRAWS) -> Resampling | None:
+    """Draw the sessions of a trace again and again; None where there are fewer than `MIN_UNITS`."""
+    unit, members = _find_units(trace)
+    units = int(members.max(initial=-1)) + 1
+    if units < MIN_UNITS:
+        return None
+    chance = np.random.default_rng(seed)
+    return Resampling(unit, members, chance.multinomial(units, np.full(units, 1 / units), size=draws))
+
+
+def _find_units(trace: Trace) -> tuple[str, Counts]:
+    """Say what is drawn, and for every request the number of its unit."""
+    named = trace.sessions
+    if named and sum(map(bool, named)) > len(trace) // 2:
+        numbers: dict[tuple[int, str], int] = {}
+        pairs = zip(trace.tenant.tolist(), named, strict=True)
+        keys = [(tenant, name or f"\0{at}") for at, (tenant, name) in enumerate(pairs)]  # nameless: a session of one
+        return "sessions", np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
+    run = max(1, int(len(trace) ** 0.5))
+    return "runs of requests", np.arange(len(trace), dtype=np.int64) // run
+
+
+def find_interval(values: npt.NDArray[np.float64]) -> Interval:
+    """Find the 2.5 % and 97.5 % points of the draws.
+
+    >>> find_interval(np.arange(1001.0))
+    Interval(low=25.0, high=975.0)
+    """
+    low, high = np.percentile(values, [2.5, 97.5])
+    return Interval(float(low), float(high))
+
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class KvMemory:
+    """A size of KV in the units that engines ask for, and the GPUs that share it."""
+
+    tokens: int
+    bytes: int
+    gpus: int = 1
+
+    @property
+    def gib(self) -> int:
+        """Whole GiB, rounded up."""
+        return -(-self.bytes // GIB)
+
+    def divide(self, unit_bytes: int) -> int:
+        """Return each GPU's share in whole units, rounded up."""
+        return -(-self.bytes // (unit_bytes * self.gpus))
+
+
+Write = Callable[[str, KvMemory], str]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineChoice:
+    """``policies``: those that can be set, by our names. The rest is what an operator types, made of policy and memory.
+
+    ``write_host`` asks for host memory beside the GPU's; ``write_own`` is for the GPU's memory alone: empty where the
+    engine takes all of it by itself and has one policy. ``default_tokens``: the pool without a flag, where that is not
+    all that the GPU has; ``least_host_bytes``: what it takes of the host without a flag. ``memories`` are the kinds
+    that can be set.
+    """
+
+    policies: tuple[str, ...]
+    write_own: Write
+    write_host: Write | None = None
+    memories: tuple[str, ...] = ("hbm", "dram")
+    default_tokens: int | None = None
+    least_host_bytes: int = 0
+
+
+def _write_sglang(policy: str) -> str:
+    return f"python -m sglang.launch_server --model-path MODEL --radix-eviction-policy {policy}"
+
+
+ENGINES: Final[Mapping[str, EngineChoice]] = MappingProxyType(
+    {
+        "vllm": EngineChoice(
+            ("lru",), lambda *_: "", lambda _, memory: f"vllm serve MODEL --kv-offloading-size {memory.gib}"
+        ),
+        "sglang": EngineChoice(
+            ("lru", "lfu"),
+            lambda policy, _: "" if policy == "lru" else _write_sglang(policy),
+            lambda policy, memory: (
+                f"{_write_sglang(policy)} --enable-hierarchical-cache --hicache-size {memory.divide(10**9)}"
+            ),
+        ),
+        "lmcache": EngineChoice(
+            ("lru", "lfu", "fifo"),
+            lambda *_: "",
+            lambda policy, memory: (
+                f"LMCACHE_CACHE_POLICY={policy.upper()} LMCACHE_LOCAL_CPU=true "
+                f"LMCACHE_MAX_LOCAL_CPU_SIZE={memory.divide(GIB)}"
+            ),
+            ("dram",),
+            least_host_bytes=5 * GIB,
+        ),
+        "semblend": EngineChoice(
+            ("lru",),
+            lambda _, memory: f"semblend serve --model MODEL --pool-tokens {memory.tokens}",
+            memories=("hbm",),
+            default_tokens=32_768,
+        ),
+    }
+)
+
+
+def list_engines_with(policy: str) -> tuple[str, ...]:
+    """Name the engines that have a policy.
+
+    >>> list_engines_with("lfu"), list_engines_with("gdsf")
+    (('sglang', 'lmcache'), ())
+    """
+    return tuple(name for name, engine in ENGINES.items() if policy in engine.policies)
+
+
+DEFAULT_GPU = "h200"
+NOISE = 0.005
+"""Hit rates that differ by less than this are called equal: half a point."""
+MIN_HOURS = 1.0
+"""A shorter trace gives no money a day: a burst of seconds, times a day, is a number about nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What a hit saves and what memory costs, for one model, one GPU and one tier of memory. Money is in one currency.
+
+    ``token_bytes``: KV of a token. ``rate.source`` and those of the tier say where the numbers come from.
+    """
+
+    gpu: Gpu
+    tier: MemoryTier
+    rate: PrefillRate
+    token_bytes: int
+    currency: str = "USD"
+
+    @classmethod
+    def find(
+        cls,
+        book: PriceBook,
+        *,
+        model: str,
+        gpu: str,
+        tier: str,
+        token_bytes: int,
+        hour: float | None = None,
+        gib_hour: float | None = None,
+        latency: LatencyModel | None = None,
+    ) -> Costs:
+        """Look everything up; what is given (two prices, a latency line that is not the default) replaces it."""
+        for name, value in (("an hour", hour), ("a GiB for an hour", gib_hour)):
+            if value is not None and not 0 <= value < float("inf"):
+                raise InputError(f"a price of {value} for {name}", hint="0 or more")
+        found, memory, rate = book.find_gpu(gpu), book.find_tier(tier, gpu), book.find_prefill(model, gpu)
+        if hour is not None:
+            found = replace(found, hour=hour, hour_source="given")
+        if gib_hour is not None:
+            memory = replace(memory, gib_hour=gib_hour, gib_hour_source="given")
+        elif hour is not None and tier == "hbm" and "gib_hour" not in book.tables["memory"]["hbm"]:
+            memory = replace(memory, gib_hour=hour / found.memory_gib)
+        if latency is not None and latency.token_latency_ms > 0:
+            each = 1000 / (latency.token_latency_ms * rate.gpus)
+            rate = replace(rate, tokens_per_s=each, base_ms=latency.base_ttft_ms, source=latency.source)
+        return cls(found, memory, rate, token_bytes, book.currency)
+
+    @property
+    def latency(self) -> LatencyModel:
+        """The line of the time to first token that these rates give."""
+        return LatencyModel(self.rate.base_ms, self.rate.ms_per_token, self.rate.source)
+
+    @property
+    def load_ms_per_token(self) -> float:
+        """Time to bring the KV of a token from the tier to the GPU, in ms."""
+        return self.tier.compute_load_ms(self.token_bytes)
+
+    @property
+    def saved_gpu_ms_per_token(self) -> float:
+        """GPU time that a hit token saves: its prefill less its load, during which the GPUs are taken to wait."""
+        return self.rate.gpu_ms_per_token - self.load_ms_per_token * self.rate.gpus
+
+    def compute_gpu_hours(self, tokens: float) -> float:
+        """GPU hours that so many hit tokens save."""
+        return tokens * self.saved_gpu_ms_per_token / 3.6e6
+
+    def compute_gib(self, tokens: float) -> float:
+        return tokens * self.token_bytes / GIB
+
+    def compute_net(self, size_tokens: float, hit_tokens: float, hours: float) -> float:
+        """Money left in an hour of this traffic: GPU time saved, less the memory that did it."""
+        earned = self.compute_gpu_hours(hit_tokens) * self.gpu.hour / hours
+        return earned - self.compute_gib(size_tokens) * self.tier.gib_hour
+
+    @property
+    def free_gib(self) -> float:
+        """GiB that the weights leave on the model's GPUs, when a tenth of their memory is kept for activations."""
+        return max(0.0, 0.9 * self.gpu.memory_gib * self.rate.gpus - self.rate.weights_gib)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the numbers with their sources."""
+        return {
+            "currency": self.currency,
+            "gpu": self.gpu.name,
+            "gpus_a_replica": self.rate.gpus,
+            "gpu_hour": self.gpu.hour,
+            "gpu_hour_source": self.gpu.hour_source,
+            "prefill_tokens_per_s_and_gpu": self.rate.tokens_per_s,
+            "prefill_source": self.rate.source,
+            "memory": self.tier.name,
+            "gib_hour": self.tier.gib_hour,
+            "gib_hour_source": self.tier.gib_hour_source,
+            "load_ms_per_token": self.load_ms_per_token,
+            "load_source": self.tier.load_source,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """KV memory that the engine takes without a flag, and what running requests need of it, in tokens."""
+
+    pool: int
+    running: int  # the most that running requests hold at a time
+    longest: int  # prompt and answer of the longest request
+
+    @property
+    def cache(self) -> int:
+        """What is left for ended requests at the busiest moment; never less than one request, whose blocks stay."""
+        return max(1, self.pool - self.running, min(self.pool, self.longest))
+
+    @property
+    def is_short(self) -> bool:
+        """Whether running requests alone fill the pool, so that some have to wait."""
+        return self.running + self.longest > self.pool
+
+    def add_requests(self, cache: int) -> int:
+        """Return the memory to ask for: the cache, the running requests' peak and one request of full length."""
+        return cache + self.running + self.longest
+
+
+@dataclass(frozen=True, slots=True)
+class SizeRule:
+    """Chooses how much memory to add to what the engine has: what leaves most money, or without prices the knee.
+
+    ``hours`` is the length of the traffic whose hits are given. ``by_price`` is false for a trace under `MIN_HOURS`.
+    """
+
+    costs: Costs
+    room: Room
+    hours: float
+    by_price: bool
+
+    def choose(self, sizes: Sequence[int], hit_tokens: Sequence[float], asked_tokens: float) -> int | None:
+        """Return the index of the size to go to, above the engine's own; None where none is worth it.
+
+        Hits that come to less than `NOISE` of the tokens that were asked for are no reason to add memory.
+        """
+        own = list(sizes).index(self.room.cache)
+        gains = [hits - hit_tokens[own] for hits in hit_tokens[own + 1 :]]
+        if not gains or max(gains) <= NOISE * asked_tokens or self.costs.saved_gpu_ms_per_token <= 0:
+            return None
+        if not self.costs.tier.gib_hour:  # memory that stands unused: all that helps
+            found: int | None = next(at for at, gain in enumerate(gains) if gain >= max(gains) - NOISE * asked_tokens)
+        elif self.by_price:
+            found = find_paying_size(
+                [
+                    self.costs.compute_net(self.room.add_requests(size), gain, self.hours)
+                    for size, gain in zip(sizes[own + 1 :], gains, strict=True)
+                ]
+            )
+        else:
+            found = find_knee([size - sizes[own] for size in sizes[own + 1 :]], gains)
+        return None if found is None else own + 1 + found
+
+
+def find_knee(sizes: Sequence[int], rates: Sequence[float]) -> int:
+    """Return the index at which the curve is highest above the straight line from no memory to all of it.
+
+    >>> find_knee([1, 2, 4, 8, 16], [0.1, 0.3, 0.5, 0.52, 0.53])
+    2
+    """
+    if not rates or rates[-1] <= 0:
+        return 0
+    top = max(rates)
+    above = [rate / top - size / sizes[-1] for size, rate in zip(sizes, rates, strict=True)]
+    return int(np.argmax(above))
+
+
+def find_paying_size(left: Sequence[float]) -> int | None:
+    """Return the index of the size that leaves most; None where none leaves anything. Of equal ones the smallest.
+
+    >>> find_paying_size([2.5, 3.0, 2.5]), find_paying_size([-1.0, -2.0])
+    (1, None)
+    """
+    best = int(np.argmax(left))
+    return best if left[best] > 0 else None
+
 
 MUCH = 0.05
 """Of the prompt tokens: so much more is worth a headline before its size is known."""

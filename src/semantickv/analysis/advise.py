@@ -9,16 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
-from semantickv.analysis.advice import Advice, Point, Sureness, TierChoice
-from semantickv.analysis.arranged import arrange_trace
-from semantickv.analysis.engines import ENGINES
-from semantickv.analysis.intervals import find_interval, resample
+from semantickv.analysis.advice import (
+    DEFAULT_GPU,
+    ENGINES,
+    GIB,
+    MIN_HOURS,
+    NOISE,
+    Advice,
+    Costs,
+    Point,
+    Room,
+    SizeRule,
+    Sureness,
+    TierChoice,
+    find_interval,
+    resample,
+)
 from semantickv.analysis.latency import BOUNDS, LatencyModel
 from semantickv.analysis.mrc import simulate_curve
-from semantickv.analysis.sizing import DEFAULT_GPU, GIB, LEAST_HOURS, NOISE, Costs, Room, SizeRule
 from semantickv.analysis.tiers import DECODE_MS, Speed, count_running_tokens
 from semantickv.simulator.capacity import Capacity, count_kv_bytes_per_token
 from semantickv.simulator.forest import Forest, build_forest
@@ -26,11 +38,49 @@ from semantickv.simulator.policies import POLICIES
 from semantickv.simulator.simulate import simulate
 from semantickv.traces.trace import Trace, describe_trace
 from semblend.errors import InputError
-from semblend.prices import PriceBook, load_price_book
-from semblend.prices.price_book import TIERS
+from semblend.estimate.steps import ArrangePassages
+from semblend.prices import TIERS, PriceBook, load_price_book
+from semblend.prompt import Namespace
+from semblend.text.parts import Part
+
+PASSAGE = "retrieved_context"
+
+
+def arrange_trace(trace: Trace, cache_tokens: int) -> Trace | None:
+    """Return the trace with its passages arranged beside a cache of so many tokens; None where none can move.
+
+    A trace whose ids stand for whole prefixes has no blocks that could be put elsewhere.
+    """
+    if trace.chained or not trace.holds_content or PASSAGE not in trace.type_names:
+        return None
+    is_passage = (trace.types == trace.type_names.index(PASSAGE)).tolist()
+    step = ArrangePassages(cache_tokens)
+    order, moved = np.arange(trace.block_accesses), False
+    names, starts = trace.ids.tolist(), trace.starts.tolist()
+    for r in range(len(trace)):
+        places = range(starts[r], starts[r + 1])
+        groups = [list(run) for found, run in groupby(places, key=is_passage.__getitem__) if found]
+        group_of = {at: str(number) for number, run in enumerate(groups) if len(run) > 1 for at in run}
+        if not group_of:
+            continue
+        parts = tuple(_build_part(names[at], int(trace.tokens[at]), group_of.get(at)) for at in places)
+        sent = step.apply(parts, Namespace(tenant=trace.tenant_names[trace.tenant[r]]))
+        # Equal passages of one prompt have one text: each takes the next place that had it.
+        left: dict[str, list[int]] = {}
+        for at, part in zip(places, parts, strict=True):
+            left.setdefault(part.text, []).append(at)
+        order[starts[r] : starts[r + 1]] = [left[part.text].pop(0) for part in sent]
+        moved = True
+    return trace.select(order, slice(None), trace.starts) if moved else None
+
+
+def _build_part(name: int, tokens: int, group: str | None) -> Part:
+    length = np.zeros(tokens, np.int32)  # only its length counts: the arranger weighs passages by it
+    return Part(f"{name} ", "text" if group is None else "passage", group or "", token_ids=length)
+
 
 SIZES = 10
-MOST_ACCESSES = 60_000_000  # accesses times sizes times policies beyond which curves come from samples: about a minute
+MAX_ACCESSES = 60_000_000  # accesses times sizes times policies beyond which curves come from samples: about a minute
 Say = Callable[[str], None]
 ChooseSize = Callable[[Sequence[Point]], int | None]
 
@@ -108,14 +158,14 @@ def advise(
     forest = build_forest(trace, "prefix")
     room = find_room(forest, costs["hbm"], asked.pool_tokens)
     steps = choose_steps(forest, room, sizes)
-    rate = min(1.0, MOST_ACCESSES / max(1, trace.block_accesses * (len(chosen) + 1) * len(steps)))
+    rate = min(1.0, MAX_ACCESSES / max(1, trace.block_accesses * (len(chosen) + 1) * len(steps)))
     curves = {}
     for policy in chosen:
         say(f"{policy}: {len(steps)} sizes" + (f", {rate:.1%} of the blocks" if rate < 1 else ""))
         curves[policy] = simulate_sizes(forest, policy, steps, rate, seed)
     among = ENGINES[asked.engine].policies if asked.engine else None
     hours = count_hours(trace)
-    by_price = hours >= LEAST_HOURS
+    by_price = hours >= MIN_HOURS
     tokens = int(trace.request_tokens.sum())
     tiers = {tier: _choose(curves, among, SizeRule(one, room, hours, by_price), tokens) for tier, one in costs.items()}
     choice = tiers[asked.tier] if asked.tier else _find_best(tiers, by_price)
@@ -205,7 +255,7 @@ def _choose_by_half(
         return None
     forest = build_forest(half, "prefix")
     steps = choose_steps(forest, choice.room, sizes)
-    rate = min(1.0, MOST_ACCESSES / max(1, half.block_accesses * len(steps)))
+    rate = min(1.0, MAX_ACCESSES / max(1, half.block_accesses * len(steps)))
     points = simulate_sizes(forest, choice.policy, steps, rate, seed)
     rule = SizeRule(choice.costs, choice.room, count_hours(half), by_price)
     found = None if choice.costs.tier.name == "hbm" else _choose_point(rule, points, float(half.request_tokens.sum()))

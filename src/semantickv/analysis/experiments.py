@@ -20,8 +20,7 @@ from semantickv.simulator.capacity import Capacity
 from semantickv.simulator.forest import Forest, Mode, build_forest
 from semantickv.simulator.simulate import SimulationResult, simulate
 from semantickv.traces.trace import Trace, describe_trace
-from semantickv.workloads.arrivals import Arrivals
-from semantickv.workloads.families import FAMILIES, generate_workload
+from semantickv.workloads.families import FAMILIES, Arrivals, generate_workload
 from semblend.errors import InputError, MissingDependencyError
 
 SIX: Final = ("fifo", "lru", "lfu", "size_aware_lru", "static_semantic", "adaptive_semantic")

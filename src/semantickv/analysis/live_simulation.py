@@ -18,13 +18,12 @@ from semantickv.simulator.forest import build_forest
 from semantickv.simulator.plain import PlainRun
 from semantickv.simulator.policies import POLICIES
 from semantickv.simulator.simulate import build_default_options
-from semantickv.traces.request import TraceRequest
 from semantickv.traces.segmentation import TextBlock
-from semantickv.traces.trace import Trace
+from semantickv.traces.trace import Trace, TraceRequest
 from semblend.errors import InputError
 
-MOST_REQUESTS = 256
-MOST_BLOCKS = 512
+MAX_REQUESTS = 256
+MAX_BLOCKS = 512
 LIVE_POLICIES = tuple(name for name in POLICIES if name not in BOUNDS)
 """Those that know the future have none here."""
 
@@ -46,7 +45,7 @@ class LiveSimulation:
     """One policy over one cache, in prefix mode. Safe to use from several threads."""
 
     def __init__(
-        self, policy: str, capacity_tokens: int, latency: LatencyModel | None = None, most: int = MOST_REQUESTS
+        self, policy: str, capacity_tokens: int, latency: LatencyModel | None = None, most: int = MAX_REQUESTS
     ) -> None:
         if policy not in LIVE_POLICIES:
             raise InputError(f"no policy {policy!r}", hint="one of " + ", ".join(LIVE_POLICIES))
@@ -62,8 +61,8 @@ class LiveSimulation:
         self, blocks: Sequence[TextBlock], *, request_id: str, session: str = "", tenant: str = ""
     ) -> SimulatedRequest:
         """Simulate one more request."""
-        if not 0 < len(blocks) <= MOST_BLOCKS:
-            raise InputError(f"the prompt has {len(blocks)} blocks, not 1 to {MOST_BLOCKS}", hint="send less text")
+        if not 0 < len(blocks) <= MAX_BLOCKS:
+            raise InputError(f"the prompt has {len(blocks)} blocks, not 1 to {MAX_BLOCKS}", hint="send less text")
         with self._lock:
             asked = TraceRequest(
                 request_id,

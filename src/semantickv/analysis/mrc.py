@@ -1,18 +1,15 @@
-"""Hit rate against cache size, exact or from samples. Simulated.
+"""Hit rate against cache size, exact or from samples, and bounds that no policy can exceed. Simulated.
 
-* LRU is a stack policy: one pass over the stack distances gives every size. On a sample of blocks (SHARDS) distances
-  are scaled by the sampling rate, and the sample's error in the number of accesses is corrected.
-* Other policies are simulated on the same sample with a cache that is smaller in proportion.
-
-A hash of its number decides whether a block is in the sample, so all its uses are. In prefix mode the parent of a
-sampled block is its nearest sampled ancestor. The error is the standard error over several disjoint samples.
+A sample has a share of the blocks, and its cache is smaller in proportion. A hash of its number decides whether a block
+is in the sample, so all its uses are. In prefix mode the parent of a sampled block is its nearest sampled ancestor. The
+error is the standard error over several disjoint samples.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -25,7 +22,6 @@ from semantickv.simulator.simulate import simulate
 from semblend.errors import InputError
 from semblend.fingerprint.hashes import mix64
 
-STACK_POLICIES: Final = frozenset({"lru"})
 FULL_ACCESSES: Final = 2_000_000  # up to here nothing is gained by sampling
 
 
@@ -38,7 +34,7 @@ class Curve:
     sizes: npt.NDArray[np.int64]
     hit_rates: npt.NDArray[np.float64]
     errors: npt.NDArray[np.float64]  # standard error; zero for a full run
-    method: Literal["full", "stack", "shards", "miniature"]
+    method: Literal["full", "miniature"]
     rate: float
     simulated: Literal[True] = True
 
@@ -63,24 +59,15 @@ def simulate_curve(
     if not 0 < rate <= 1:
         raise InputError(f"a sampling rate of {rate:g}", hint="more than 0, at most 1")
     wanted = np.asarray(sizes, np.int64)
-    stack = chosen.name in STACK_POLICIES and find_spec("numba") is not None
     if rate == 1:
-        rates = (
-            compute_stack_rates(forest, wanted, unit) if stack else simulate_rates(forest, chosen, wanted, unit, seed)
-        )
-        return Curve(chosen.name, unit, wanted, rates, np.zeros(len(wanted)), "stack" if stack else "full", 1.0)
+        rates = simulate_rates(forest, chosen, wanted, unit, seed)
+        return Curve(chosen.name, unit, wanted, rates, np.zeros(len(wanted)), "full", 1.0)
     samples = max(1, min(samples, int(1 / rate)))
-    runs = []
-    for number in range(samples):
-        part = sample_forest(forest, rate, seed, number)
-        if stack:
-            runs.append(compute_stack_rates(part, wanted, unit, rate, len(forest.node)))
-        else:
-            small = np.maximum(1, np.round(wanted * rate)).astype(np.int64)
-            runs.append(simulate_rates(part, chosen, small, unit, seed, rate, len(forest.node)))
-    table = np.array(runs)
+    small = np.maximum(1, np.round(wanted * rate)).astype(np.int64)
+    parts = (sample_forest(forest, rate, seed, number) for number in range(samples))
+    table = np.array([simulate_rates(part, chosen, small, unit, seed, rate, len(forest.node)) for part in parts])
     error = table.std(axis=0, ddof=1) / np.sqrt(samples) if samples > 1 else np.full(len(wanted), np.nan)
-    return Curve(chosen.name, unit, wanted, table.mean(axis=0), error, "shards" if stack else "miniature", rate)
+    return Curve(chosen.name, unit, wanted, table.mean(axis=0), error, "miniature", rate)
 
 
 def simulate_rates(
@@ -92,8 +79,10 @@ def simulate_rates(
     rate: float = 1.0,
     accesses: int | None = None,
 ) -> npt.NDArray[np.float64]:
-    """Simulate one run for each size and return its block hit rates, corrected as in `compute_stack_rates`.
+    """Simulate one run for each size and return its block hit rates.
 
+    A sample holds more or fewer accesses than its share. The difference is counted as hits, because a few very popular
+    blocks cause most of it.
     At a rate below 1, policies that learn are told the rate so that they scale their evidence.
     """
     expected = len(forest.node) if accesses is None else accesses * rate
@@ -101,27 +90,6 @@ def simulate_rates(
     scaled: dict[str, Any] = {"share": rate} if rate < 1 else {}
     hits = np.array([simulate(forest, policy, Capacity(unit, int(n)), seed=seed, **scaled).block_hits for n in sizes])
     return np.clip((hits + missing) / max(1.0, expected), 0.0, 1.0)
-
-
-def compute_stack_rates(
-    forest: Forest,
-    sizes: npt.NDArray[np.int64],
-    unit: Unit = "blocks",
-    rate: float = 1.0,
-    accesses: int | None = None,
-) -> npt.NDArray[np.float64]:
-    """Compute LRU's block hit rate at every size in one pass; exact for blocks at rate 1.
-
-    A sample holds more or fewer accesses than its share. The difference is counted as hits at the shortest distance,
-    because a few very popular blocks cause most of it.
-    """
-    from semantickv.simulator.kernels_stack import compute_stack_distances
-
-    distance = compute_stack_distances(forest.trace.starts, forest.node, forest.get_sizes(unit))
-    known = np.sort(distance[distance >= 0]) / rate
-    expected = len(forest.node) if accesses is None else accesses * rate
-    hits = np.searchsorted(known, sizes, side="right") + (expected - len(forest.node))
-    return np.clip(hits / max(1.0, expected), 0.0, 1.0)
 
 
 def sample_forest(forest: Forest, rate: float, seed: int = 0, number: int = 0) -> Forest:
@@ -153,3 +121,90 @@ def _hash_to_uniform(count: int, seed: int) -> npt.NDArray[np.float64]:
     """Hash each node number to a number in [0, 1), the same in every run."""
     mixed = np.arange(count, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15 * (seed + 1) % 2**64)
     return (mix64(mixed) >> np.uint64(11)).astype(np.float64) / 2.0**53
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Hits that no policy can exceed on one trace and capacity."""
+
+    token_hits: int
+    block_hits: int
+    token_accesses: int
+    block_accesses: int
+
+    @property
+    def token_hit_rate(self) -> float:
+        """Token hits as a share of all token accesses, 0 to 1."""
+        return self.token_hits / self.token_accesses if self.token_accesses else 0.0
+
+    @property
+    def block_hit_rate(self) -> float:
+        """Block hits as a share of all block accesses, 0 to 1."""
+        return self.block_hits / self.block_accesses if self.block_accesses else 0.0
+
+
+def compute_upper_bound(forest: Forest, capacity: Capacity) -> Bound:
+    """Compute the bound on token hits and block hits for this capacity, in either unit."""
+    trace = forest.trace
+    return Bound(
+        _count_hits_with_cut_blocks(forest, capacity) if capacity.unit == "tokens" else _count_returns(forest),
+        _count_hits_with_lent_space(forest, capacity),
+        int(trace.tokens.sum(dtype=np.int64)),
+        trace.block_accesses,
+    )
+
+
+def _count_returns(forest: Forest) -> int:
+    """Count the token hits of a cache without limit."""
+    seen = np.zeros(forest.nodes, bool)
+    hits, starts = 0, forest.trace.starts
+    for r in range(len(forest.trace)):
+        part = slice(starts[r], starts[r + 1])
+        hits += int(forest.trace.tokens[part][seen[forest.node[part]]].sum())
+        seen[forest.node[part]] = True
+    return hits
+
+
+def _count_hits_with_cut_blocks(forest: Forest, capacity: Capacity) -> int:
+    """Count the token hits of Belady with bypass over single tokens, where a block may be cut.
+
+    Repeated blocks inside one request all count.
+    """
+    held = np.zeros(forest.nodes, np.int64).tolist()
+    sizes = forest.tokens.tolist()
+    due = [-1] * forest.nodes
+    node, next_use = forest.node.tolist(), forest.next_use.tolist()
+    tokens, starts = forest.trace.tokens.tolist(), forest.trace.starts.tolist()
+    furthest: list[tuple[int, int]] = []
+    used = hits = 0
+    for r in range(len(forest.trace)):
+        hits += sum(min(held[node[i]], tokens[i]) for i in range(starts[r], starts[r + 1]))
+        for i in range(starts[r], starts[r + 1]):
+            x = node[i]
+            used += sizes[x] - held[x]
+            held[x], due[x] = sizes[x], next_use[i]
+            heapq.heappush(furthest, (-next_use[i], x))
+        while used > capacity.size:
+            when, x = furthest[0]
+            if due[x] != -when or not held[x]:
+                heapq.heappop(furthest)
+                continue
+            cut = min(held[x], used - capacity.size)
+            held[x] -= cut
+            used -= cut
+            if not held[x]:
+                heapq.heappop(furthest)
+    return hits
+
+
+def _count_hits_with_lent_space(forest: Forest, capacity: Capacity) -> int:
+    """Count the block hits when free space at one moment may be used at another.
+
+    A return costs its size times the requests it waits; the cheapest returns are taken until all space is spent.
+    """
+    starts, never = forest.trace.starts, len(forest.trace)
+    returns = forest.next_use < never
+    request = np.repeat(np.arange(never), np.diff(starts))
+    sizes = forest.get_sizes(capacity.unit).astype(np.int64)
+    cost = np.sort(((forest.next_use - request) * sizes[forest.node])[returns])
+    return int(np.searchsorted(np.cumsum(cost), capacity.size * max(0, never - 1), side="right"))

@@ -20,10 +20,9 @@ from semantickv.routing.locality import ReplicaMemory
 from semantickv.routing.policies import POLICIES
 from semantickv.routing.replica import Replica
 from semantickv.routing.router import EngineReuse, RouteDecision, Router, RouteRequest
-from semantickv.simulator.policies.semantic import TYPE_WEIGHTS
-from semantickv.traces.request import TraceRequest
+from semantickv.simulator.policies import TYPE_WEIGHTS
 from semantickv.traces.segmentation import hash_content
-from semantickv.traces.trace import Trace
+from semantickv.traces.trace import Trace, TraceRequest
 
 PREFILL_TOKENS_S = 10_000.0
 """Prompt tokens that a simulated replica computes in a second, of one request at a time."""

@@ -13,8 +13,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from semantickv.analysis.calibration import Calibration, Observations
-from semantickv.analysis.latency import SIMULATED_NOTE, LatencyModel, build_policy_record, estimate_request_ttfts_ms
+from semantickv.analysis.latency import (
+    SIMULATED_NOTE,
+    Calibration,
+    LatencyModel,
+    Observations,
+    build_policy_record,
+    estimate_request_ttfts_ms,
+)
 from semantickv.simulator.capacity import Capacity
 from semantickv.simulator.forest import Mode, build_forest
 from semantickv.simulator.simulate import simulate

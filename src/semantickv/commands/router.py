@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 def _run_demo(args: argparse.Namespace) -> int:
     """Compare all policies on made-up traffic and write outputs/routing/<time>_demo/."""
     from semantickv.analysis.placement import compare_policies
-    from semantickv.output.placement_files import format_summary, write_placement
+    from semantickv.output.files import format_placement_summary, write_placement
     from semantickv.workloads.families import generate_workload
 
     if args.demo_replicas < 2:
@@ -102,6 +102,6 @@ def _run_demo(args: argparse.Namespace) -> int:
     }
     results = compare_policies(trace, replicas=args.demo_replicas, cache_tokens=4000)
     folder = write_placement(args.output_dir or "outputs/routing", results, setup)
-    say("\n".join(format_summary(results, setup)[4:]))
+    say("\n".join(format_placement_summary(results, setup)[4:]))
     print(folder)
     return 0

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from semblend.errors import InputError
-from semblend.web.plotting import FAINT, GRID, INK, PAPER
-from semblend.web.plotting import pyplot as pyplot_of
+from semblend.web.charts import Axis, Drawing, Scale, draw_axes, pad_range, spread_out, thin_out
+from semblend.web.plotting import write_picture
 
 # Classic policies have pale colours, semantic ones strong colours, bounds dark ones.
 POLICY_COLOURS = {
@@ -26,7 +24,11 @@ TYPE_COLOURS = {
 }  # fmt: skip
 _SPARE = ("#2f4b7c", "#a05195", "#ffa600", "#665191", "#003f5c", "#ff7c43")
 NOTE = "Simulated"
+MAX_DOTS = 1500  # of one colour: more cover each other and take long to draw
+_TOP, _BOTTOM, _MARGIN, _PANEL, _BETWEEN = 90.0, 30.0, 16.0, 440.0, 70.0
+_NAMES, _ENDS, _ROW = 150.0, 130.0, 26.0  # room for names at the left and at the right, and from row to row
 Bars = Sequence[tuple[str, float]]
+Lines = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 
 
 def choose_colour(name: str) -> str:
@@ -43,27 +45,24 @@ def draw_bars(
 
     With ``one_scale`` bars of the same length mean the same in all panels. ``best`` says whether low or high is better.
     """
-    rows = max(len(values) for values in panels.values())
+    picture = _Picture(title, list(panels), left=_NAMES, height=_ROW * max(map(len, panels.values())), note=note)
     widest = max([value for values in panels.values() for _, value in values] + [1e-9])
-    with open_figure(path, len(panels), (5.2 * len(panels) + 1.2, 0.36 * rows + 1.7), title, note) as axes:
-        for at, (axis, (name, values)) in enumerate(zip(axes, panels.items(), strict=True)):
-            names, numbers = [label for label, _ in values], [value for _, value in values]
-            top = (min if best == "low" else max)((v for label, v in values if not _is_bound(label)), default=0.0)
-            longest = widest if one_scale else max([*numbers, 1e-9])
-            for row, (label, value) in enumerate(values):
-                first = not _is_bound(label) and abs(value - top) <= 1e-9 * max(1.0, abs(top))
-                face, edge = (PAPER, 1.0) if _is_bound(label) else (choose_colour(label), 0.0)
-                axis.barh(row, value, height=0.68, color=face, alpha=1.0 if first or _is_bound(label) else 0.62,
-                          edgecolor=choose_colour(label), linestyle="--", linewidth=edge)  # fmt: skip
-                axis.text(value + 0.015 * longest, row, _format_number(value, unit), va="center", fontsize=9,
-                          color=INK, fontweight="bold" if first else "normal")  # fmt: skip
-            axis.set_yticks(range(len(names)), names if at == 0 else [""] * len(names))
-            axis.invert_yaxis()
-            axis.set_xlim(0, longest * (1.34 if unit == "tokens" else 1.2))
-            axis.set_title(name, fontsize=10, loc="left", color=FAINT)
-            style_axis(axis, grid="x")
-            axis.set_xticks([])
-            axis.spines["bottom"].set_visible(False)
+    for at, values in enumerate(panels.values()):
+        longest = widest if one_scale else max([*(value for _, value in values), 1e-9])
+        scale = picture.scale_across(at, 0.0, longest, right=110.0)
+        top = (min if best == "low" else max)((v for label, v in values if not _is_bound(label)), default=0.0)
+        for row, (label, value) in enumerate(values):
+            y, colour = picture.find_row(row), choose_colour(label)
+            first = not _is_bound(label) and abs(value - top) <= 1e-9 * max(1.0, abs(top))
+            kind = f"fill:{colour}" if first else f"fill:{colour};fill-opacity:.62"
+            if _is_bound(label):
+                kind = f"fill:none;stroke:{colour};stroke-dasharray:4 3"
+            picture.add_bar(scale.start, y, scale(value) - scale.start, kind)
+            picture.drawing.add_text(
+                scale(value) + 6, y + 4, _format_number(value, unit), "strong" if first else "label"
+            )
+            picture.name_row(at, row, label)
+    picture.write(path)
 
 
 def draw_policies(
@@ -82,168 +81,163 @@ def draw_policies(
 def draw_stacked_bars(
     path: Path, title: str, panels: Mapping[str, Mapping[str, Mapping[str, float]]], *, note: str = ""
 ) -> None:
-    """Draw one bar for each policy, divided by block type, and one panel for each mode."""
+    """Draw one bar for each policy, divided by block type, and one panel for each mode, all on one scale."""
     kinds = list(dict.fromkeys(k for rows in panels.values() for parts in rows.values() for k in parts))
-    most = max(len(rows) for rows in panels.values())
+    picture = _Picture(
+        title, [f"{name}, blocks evicted" for name in panels], left=_NAMES,
+        height=_ROW * max(map(len, panels.values())), note=note, legend=kinds,
+    )  # fmt: skip
     widest = max([sum(parts.values()) for rows in panels.values() for parts in rows.values()] + [1.0])
-    with open_figure(path, len(panels), (5.2 * len(panels) + 1.2, 0.36 * most + 2.3), title, note) as axes:
-        for at, (axis, (name, rows)) in enumerate(zip(axes, panels.items(), strict=True)):
-            for row, parts in enumerate(rows.values()):
-                left = 0.0
-                for kind in kinds:
-                    axis.barh(row, parts.get(kind, 0), left=left, height=0.68, color=choose_colour(kind), label=kind)
-                    left += parts.get(kind, 0)
-                axis.text(left, row, f" {left:,.0f}", va="center", fontsize=9, color=INK)
-            axis.set_yticks(range(len(rows)), list(rows) if at == 0 else [""] * len(rows))
-            axis.invert_yaxis()
-            axis.set_title(name, fontsize=10, loc="left", color=FAINT)
-            style_axis(axis, grid="x")
-            axis.set_xlim(0, widest * 1.15)
-            axis.set_xlabel("blocks evicted", fontsize=9, color=FAINT)
-        _draw_legend(axes[0], kinds)
+    for at, rows in enumerate(panels.values()):
+        scale = picture.scale_across(at, 0.0, widest, right=80.0)
+        for row, (policy, parts) in enumerate(rows.items()):
+            y, total = picture.find_row(row), 0.0
+            for kind in kinds:
+                start, total = scale(total), total + parts.get(kind, 0)
+                picture.add_bar(start, y, scale(total) - start, f"fill:{choose_colour(kind)}")
+            picture.drawing.add_text(scale(total) + 6, y + 4, f"{total:,.0f}")
+            picture.name_row(at, row, policy)
+    picture.write(path)
 
 
 def draw_lines(
-    path: Path, title: str, panels: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float]]]], *,
-    x: str, y: str, note: str = "", share: bool = False, empty: str = "nothing to show",
+    path: Path, title: str, panels: Mapping[str, Lines], *, x: str, y: str, note: str = "", share: bool = False,
+    empty: str = "nothing to show",
 ) -> None:  # fmt: skip
     """Draw lines over x with their names at the right end; a panel without lines shows ``empty``."""
-    with open_figure(path, len(panels), (5.6 * len(panels) + 1.4, 4.4), title, note) as axes:
-        for axis, (name, series) in zip(axes, panels.items(), strict=True):
-            for label, (at, values) in series.items():
-                axis.plot(at, values, color=choose_colour(label), linewidth=1.8)
-            axis.set_title(name, fontsize=10, loc="left", color=FAINT)
-            axis.set_xlabel(x, fontsize=9, color=FAINT)
-            style_axis(axis, grid="y")
-            if share:
-                axis.set_ylim(0, 1.02)
-                axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-            if series:
-                _name_ends(axis, {label: (at[-1], values[-1]) for label, (at, values) in series.items()})
-            else:
-                axis.text(0.5, 0.5, empty, transform=axis.transAxes, ha="center", color=FAINT, fontsize=10)
-                axis.set_xticks([])
-                axis.set_yticks([])
-        axes[0].set_ylabel(y, fontsize=9, color=FAINT)
+    picture = _Picture(title, [f"{name}: {y}" for name in panels], right=_ENDS, height=320.0, note=note)
+    for at, series in enumerate(panels.values()):
+        if not series:
+            middle = picture.scale_across(at, 0, 1)
+            picture.drawing.add_text(middle(0.5), _TOP + 160, empty, "faded", "middle")
+            continue
+        values = [value for _, one in series.values() for value in one]
+        low, high = (0.0, 1.02) if share else pad_range(values)
+        last = max(max(places) for places, _ in series.values())
+        first = min(min(places) for places, _ in series.values())
+        across, up = picture.add_axes(at, Axis(first, max(last, first + 1), "{:,.0f}".format),
+                                      Axis(low, high, "{:.0%}".format if share else "{:g}".format), x)  # fmt: skip
+        for label, (places, one) in series.items():
+            points = [(across(place), up(value)) for place, value in zip(places, one, strict=True)]
+            picture.drawing.add_curve(points, f"fill:none;stroke:{choose_colour(label)};stroke-width:2")
+        names = sorted(series, key=lambda name: up(series[name][1][-1]))
+        for name, place in zip(names, spread_out([up(series[one][1][-1]) for one in names], 15, up.start), strict=True):
+            picture.add_name(across.end + 8, place, name)
+    picture.write(path)
 
 
 def draw_points(
-    path: Path, title: str, series: Mapping[str, tuple[Sequence[float], Sequence[float]]], *, x: str, y: str,
-    line: tuple[float, float] | None, note: str = "",
-) -> None:  # fmt: skip
+    path: Path, title: str, series: Lines, *, x: str, y: str, line: tuple[float, float] | None, note: str = ""
+) -> None:
     """Draw clouds of points and a line ``base, slope``."""
-    with open_figure(path, 1, (7.6, 5.2), title, note) as axes:
-        axis = axes[0]
-        for label, (at, values) in series.items():
-            axis.scatter(at, values, s=14, color=choose_colour(label), alpha=0.45, linewidths=0, label=label)
-        axis.set_xlim(left=0)
-        axis.set_ylim(bottom=0)
-        if line is not None:
-            low, high = axis.get_xlim()
-            axis.plot([low, high], [line[0] + line[1] * low, line[0] + line[1] * high], color=INK, linewidth=1.2)
-            axis.set_xlim(low, high)
-        axis.set_xlabel(x, fontsize=9, color=FAINT)
-        axis.set_ylabel(y, fontsize=9, color=FAINT)
-        style_axis(axis, grid="y")
-        if len(series) > 1:
-            axis.legend(frameon=False, fontsize=9, labelcolor=INK, markerscale=1.6)
+    picture = _Picture(title, [y], height=420.0, note=note, legend=list(series) if len(series) > 1 else ())
+    right, top = (1.05 * max([*(value for one in series.values() for value in one[n]), 1e-9]) for n in (0, 1))
+    across, up = picture.add_axes(0, Axis(0.0, right, "{:g}".format), Axis(0.0, top, "{:g}".format), x)
+    for label, (places, values) in series.items():
+        picture.add_cloud(across, up, places, values, choose_colour(label))
+    if line is not None:
+        picture.add_slope(across, up, *line)
+    picture.write(path)
 
 
 def draw_residuals(path: Path, fitted: Any, tokens: Any, times: Any) -> None:
     """Draw the observed times with the fitted line (left) and the residuals against length (right), in ms."""
-    left = np.asarray(times) - fitted.base_ttft_ms - fitted.token_latency_ms * np.asarray(tokens)
+    tokens, times = np.asarray(tokens, np.float64), np.asarray(times, np.float64)
+    left = times - fitted.base_ttft_ms - fitted.token_latency_ms * tokens
     note = f"{fitted.requests} observed requests; line and 95 % intervals by {fitted.method}"
     low, high = fitted.token_interval_ms
     title = (
         f"TTFT = {fitted.base_ttft_ms:.1f} ms [{fitted.base_interval_ms[0]:.1f}, {fitted.base_interval_ms[1]:.1f}] "
         f"+ {fitted.token_latency_ms:.4f} ms [{low:.4f}, {high:.4f}] a token"
     )
-    with open_figure(path, 2, (11.5, 4.6), title, note, label="Fitted") as axes:
-        grid = np.linspace(0, float(np.max(tokens)), 50)
-        for slope in fitted.token_interval_ms:
-            middle = float(np.median(tokens))
-            centre = fitted.base_ttft_ms + fitted.token_latency_ms * middle
-            axes[0].plot(grid, centre + slope * (grid - middle), color=FAINT, linewidth=0.8, linestyle="--")
-        axes[0].scatter(tokens, times, s=12, color="#4c78a8", alpha=0.45, linewidths=0)
-        axes[0].plot(grid, fitted.base_ttft_ms + fitted.token_latency_ms * grid, color=INK, linewidth=1.4)
-        axes[0].set_ylabel("observed TTFT, ms", fontsize=9, color=FAINT)
-        axes[0].set_ylim(bottom=0)
-        limit = 8 * max(fitted.residual_mad_ms, 1e-6)
-        beyond = np.abs(left) > limit
-        axes[1].scatter(np.asarray(tokens)[~beyond], left[~beyond], s=12, color="#e45756", alpha=0.45, linewidths=0)
-        edge = np.clip(left[beyond], -0.97 * limit, 0.97 * limit)
-        axes[1].scatter(np.asarray(tokens)[beyond], edge, s=26, marker="^", color="#e45756", linewidths=0)
-        if beyond.any():
-            axes[1].set_title(f"{int(beyond.sum())} beyond the edge (triangles)", fontsize=9, loc="right", color=FAINT)
-        axes[1].set_ylim(-limit, limit)
-        axes[1].axhline(0, color=INK, linewidth=1.0)
-        axes[1].set_ylabel("residual, ms", fontsize=9, color=FAINT)
-        for axis in axes:
-            axis.set_xlabel("computed prompt tokens", fontsize=9, color=FAINT)
-            style_axis(axis, grid="y")
+    limit = 8 * max(fitted.residual_mad_ms, 1e-6)
+    beyond = np.abs(left) > limit
+    told = f"residual, ms; {int(beyond.sum())} beyond the edge (diamonds)" if beyond.any() else "residual, ms"
+    picture = _Picture(title, ["observed TTFT, ms", told], height=380.0, note=note, label="Fitted")
+    x = Axis(0.0, float(tokens.max()), "{:,.0f}".format)
+    across, up = picture.add_axes(0, x, Axis(0.0, 1.05 * float(times.max()), "{:g}".format), "computed prompt tokens")
+    middle = float(np.median(tokens))
+    for slope in fitted.token_interval_ms:
+        centre = fitted.base_ttft_ms + fitted.token_latency_ms * middle
+        picture.add_slope(across, up, centre - slope * middle, slope, "curve tail")
+    picture.add_cloud(across, up, tokens, times, "#4c78a8")
+    picture.add_slope(across, up, fitted.base_ttft_ms, fitted.token_latency_ms)
+    across, up = picture.add_axes(1, x, Axis(-limit, limit, "{:g}".format), "computed prompt tokens")
+    picture.add_cloud(across, up, tokens[~beyond], left[~beyond], "#e45756")
+    for place, value in zip(tokens[beyond], np.clip(left[beyond], -0.97 * limit, 0.97 * limit), strict=True):
+        picture.drawing.add_diamond(across(place), up(value), 5, "fill:#e45756")
+    picture.add_slope(across, up, 0.0, 0.0)
+    picture.write(path)
 
 
-@contextmanager
-def open_figure(
-    path: Path, panels: int, size: tuple[float, float], title: str, note: str, *, label: str = NOTE
-) -> Iterator[Any]:
-    """Open a figure and yield its axes; save it to ``path`` at the end, with the title above and the note below."""
-    pyplot = pyplot_of("the plots need", "pass --no-plots")
-    drawn, axes = pyplot.subplots(1, panels, figsize=size, facecolor=PAPER, squeeze=False, layout="constrained")
-    drawn.get_layout_engine().set(w_pad=0.14, h_pad=0.1)
-    try:
-        drawn.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
-        yield axes[0]
-        text = textwrap.fill(f"{label}: {note}" if note else label, int(size[0] * 13))  # about 13 letters an inch
-        drawn.supxlabel(text, x=0.01, ha="left", fontsize=8.5, color=FAINT)
-        drawn.savefig(path, dpi=130, facecolor=PAPER)
-    except OSError as error:
-        raise InputError(
-            f"cannot write {path}: {error.strerror}", hint="check the folder and its permissions"
-        ) from None
-    finally:
-        pyplot.close(drawn)
+class _Picture:
+    """Panels side by side under one title, with a note below and perhaps a legend of kinds above."""
 
+    def __init__(
+        self, title: str, panels: Sequence[str], *, height: float, note: str, left: float = 60.0, right: float = 0.0,
+        legend: Sequence[str] = (), label: str = NOTE,
+    ) -> None:  # fmt: skip
+        self.left, self.right, self.height = left, right, height
+        width = 2 * _MARGIN + left + len(panels) * (_PANEL + right) + (len(panels) - 1) * _BETWEEN
+        lines = textwrap.wrap(f"{label}: {note}" if note else label, int(width / 6.3))
+        self.drawing = Drawing(width, _TOP + height + _BOTTOM + 30 + 16 * len(lines))
+        self.drawing.add_bar(0, 0, width, self.drawing.height, "ground")
+        self.drawing.add_text(_MARGIN, 32, title, "title")
+        for at, words in enumerate(panels):
+            self.drawing.add_text(self.find_left(at), _TOP - 10, words, "faded")
+        for row, words in enumerate(lines):
+            self.drawing.add_text(_MARGIN, _TOP + height + _BOTTOM + 26 + 16 * row, words, "tick")
+        x = _MARGIN
+        for kind in legend:
+            self.drawing.add_bar(x, 45, 12, 12, f"fill:{choose_colour(kind)}")
+            self.drawing.add_text(x + 17, 55, kind)
+            x += 40 + 6.4 * len(kind)
 
-def style_axis(axis: Any, grid: str) -> None:
-    """Remove the frame of an axis and draw a faint grid along ``grid``."""
-    axis.set_facecolor(PAPER)
-    for side in ("top", "right", "left"):
-        axis.spines[side].set_visible(False)
-    axis.spines["bottom"].set_color(FAINT)
-    axis.tick_params(length=0, labelsize=9, colors=INK)
-    axis.grid(axis=grid, color=GRID, linewidth=0.8)
-    axis.set_axisbelow(True)
+    def find_left(self, at: int) -> float:
+        return _MARGIN + self.left + at * (_PANEL + self.right + _BETWEEN)
 
+    def find_row(self, row: int) -> float:
+        """Return the middle of a row of bars."""
+        return _TOP + _ROW * (row + 0.5)
 
-def _name_ends(axis: Any, ends: Mapping[str, tuple[float, float]]) -> None:
-    """Write the names right of the last points, moved apart where they would overlap."""
-    low, high = axis.get_ylim()
-    left, right = axis.get_xlim()
-    step = (high - low) * 0.052
-    names = sorted(ends, key=lambda name: ends[name][1])
-    places = [ends[name][1] for name in names]
-    for at in range(1, len(places)):
-        places[at] = max(places[at], places[at - 1] + step)
-    places[-1] = min(places[-1], high)
-    for at in range(len(places) - 2, -1, -1):
-        places[at] = min(places[at], places[at + 1] - step)
-    for label, place in zip(names, places, strict=True):
-        # Ink for the letters: pale colours can be told apart as lines and not read as text.
-        for words, colour, at in (("━", choose_colour(label), 4), (label, INK, 17)):
-            axis.annotate(words, (right, place), xytext=(at, 0), textcoords="offset points", fontsize=8.5,
-                          color=colour, va="center", annotation_clip=False)  # fmt: skip
-    axis.set_xlim(left, right)
+    def scale_across(self, at: int, low: float, high: float, right: float = 0.0) -> Scale:
+        return Scale(low, high, self.find_left(at), self.find_left(at) + _PANEL - right)
 
+    def add_bar(self, x: float, y: float, width: float, kind: str) -> None:
+        self.drawing.add_bar(x, y - _ROW * 0.34, width, _ROW * 0.68, kind)
 
-def _draw_legend(axis: Any, kinds: Sequence[str]) -> None:
-    """Draw one legend for the whole figure."""
-    handles, labels = axis.get_legend_handles_labels()
-    chosen = {label: handle for handle, label in zip(handles, labels, strict=True)}
-    axis.figure.legend(
-        [chosen[kind] for kind in kinds if kind in chosen], [kind for kind in kinds if kind in chosen],
-        loc="outside upper right", ncols=5, frameon=False, fontsize=9, labelcolor=INK,
-    )  # fmt: skip
+    def name_row(self, at: int, row: int, name: str) -> None:
+        """Write the name of a row beside the first panel."""
+        if at == 0:
+            self.drawing.add_text(self.find_left(0) - 10, self.find_row(row) + 4, name, "label", "end")
+
+    def add_name(self, x: float, y: float, name: str) -> None:
+        """Write a name beside a stroke in its colour: pale colours can be told apart as lines and not read as text."""
+        self.drawing.add_line(x, y, x + 12, y, f"stroke:{choose_colour(name)};stroke-width:3")
+        self.drawing.add_text(x + 17, y + 4, name, "tick")
+
+    def add_axes(self, at: int, x: Axis, y: Axis, words: str) -> tuple[Scale, Scale]:
+        across = self.scale_across(at, x.low, x.high)
+        up = Scale(y.low, y.high, _TOP + self.height, _TOP)
+        draw_axes(self.drawing, across, up, x, y, words)
+        return across, up
+
+    def add_cloud(self, across: Scale, up: Scale, places: Sequence[float], values: Sequence[float], hue: str) -> None:
+        for place, value in thin_out(list(zip(places, values, strict=True)), MAX_DOTS):
+            self.drawing.add_dot(across(place), up(value), 2.6, f"fill:{hue};fill-opacity:.45;stroke:none")
+
+    def add_slope(self, across: Scale, up: Scale, base: float, slope: float, kind: str = "rule") -> None:
+        """Draw a straight line as far as the axes reach."""
+        ends = [place for place in (across.low, across.high) if up.low <= base + slope * place <= up.high]
+        ends += [(edge - base) / slope for edge in (up.low, up.high) if slope]
+        inside = sorted(place for place in ends if across.low <= place <= across.high)
+        if inside:
+            self.drawing.add_curve(
+                [(across(p), up(base + slope * p)) for p in (inside[0], inside[-1])], f"curve {kind}"
+            )
+
+    def write(self, path: Path) -> None:
+        write_picture(self.drawing, path, instead="pass --no-plots")
 
 
 def _is_bound(name: str) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from semantickv.routing.prompt_view import LONG_TEXT, PromptPart, PromptView
-from semblend.arrange import ArrangedGroup, Arrangement, Arranger, Keep, arrange_messages
+from semblend.arrange import ArrangedGroup, Arrangement, Arranger, OrderLimits, arrange_messages
 from semblend.arrange.marks import MARK, find_listed_place, read_request
 from semblend.prompt import Namespace
 
@@ -41,7 +41,7 @@ class MarkedRequest:
 
     fields: Mapping[str, Any]
     messages: tuple[dict[str, Any], ...]
-    keep: Keep
+    keep: OrderLimits
     moves: bool
 
     def list_parts(self) -> tuple[PromptPart, ...]:

@@ -17,7 +17,7 @@ from operator import mul
 
 from semantickv.routing.pieces import Cuts, cut_plainly
 from semantickv.routing.prompt_view import PromptPart
-from semantickv.simulator.policies.semantic import TYPE_WEIGHTS
+from semantickv.simulator.policies import TYPE_WEIGHTS
 
 MOST_BYTES = 1 << 20
 """Of a prompt, so much is looked at: 250k tokens."""
@@ -68,10 +68,9 @@ def cut_prompt(parts: Sequence[PromptPart], namespace: bytes) -> PromptPieces:
 @cache
 def load_cutter() -> Callable[[bytes, Sequence[int], int], Cuts]:
     """Load the compiled cutter, or the plain one where numba is absent or does not work: 40 times the time."""
-    try:
-        from semantickv.routing import kernels
-    except ImportError as error:
-        log.warning("numba cannot be loaded, prompts are cut by plain numpy: %s", error)
+    from semantickv.routing import kernels
+
+    if not kernels.COMPILED:
         return cut_plainly
     kernels.cut_compiled(b"warm up", [7], 0)
     return kernels.cut_compiled

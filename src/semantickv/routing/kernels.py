@@ -17,6 +17,7 @@ from semantickv.routing.pieces import (
     make_gear,
     split_long,
 )
+from semblend.fingerprint.kernels import COMPILED as COMPILED
 from semblend.fingerprint.kernels import njit
 
 _RARE = np.uint32(1 << CUT_SHIFT)

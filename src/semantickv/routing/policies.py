@@ -17,7 +17,7 @@ from typing import Any
 
 WORK_WEIGHT = 8
 """Waiting tokens that are as bad as one to compute. With 1, routers of 4 engines computed up to 60 % more tokens, and
-requests waited up to 50 % longer (docs/research/decisions/0097-placement-on-real-streams.md)."""
+requests waited up to 50 % longer (docs/research/decisions/placement.md)."""
 
 
 Numbers = Any

@@ -35,7 +35,7 @@ from semblend.errors import ConfigError
 MOST_SESSIONS = 100_000
 RECENT_PLACED = 16
 """The recent past, in requests that a replica gets on average. In requests of the whole fleet it would be nothing for a
-thousand replicas: all new prompts went to the few that had their first lines (decision 0116)."""
+thousand replicas: all new prompts went to the few that had their first lines (decisions/placement.md)."""
 MANY_REPLICAS = 24
 """From so many on, replicas are compared by columns."""
 KEPT_RATES = 128

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.util import find_spec
 from typing import Literal
 
 import numpy as np
@@ -46,24 +45,10 @@ class Forest:
     @cached_property
     def next_use(self) -> npt.NDArray[np.int32]:
         """For every access, the next request that uses its node; the number of requests if none does."""
-        if find_spec("numba") is not None:
-            from semantickv.simulator.kernels import find_next_uses
+        from semantickv.simulator.forest_kernels import find_next_uses
 
-            compiled: npt.NDArray[np.int32] = find_next_uses(self.node, self.trace.starts, self.nodes)
-            return compiled
-        return self._find_next_use_plain()
-
-    def _find_next_use_plain(self) -> npt.NDArray[np.int32]:
-        """Find the next uses without numba; see `next_use`."""
-        never = len(self.trace)
-        later = np.full(self.nodes, never, np.int32)
-        out = np.empty(len(self.node), np.int32)
-        starts, node = self.trace.starts, self.node
-        for r in range(never - 1, -1, -1):
-            mine = node[starts[r] : starts[r + 1]]
-            out[starts[r] : starts[r + 1]] = later[mine]
-            later[mine] = r
-        return out
+        found: npt.NDArray[np.int32] = find_next_uses(self.node, self.trace.starts, self.nodes)
+        return found
 
 
 def build_forest(trace: Trace, mode: Mode = "prefix", *, share_tenants: bool = False) -> Forest:
@@ -71,34 +56,19 @@ def build_forest(trace: Trace, mode: Mode = "prefix", *, share_tenants: bool = F
     if mode not in MODES:
         raise InputError(f"unknown mode {mode!r}", hint="prefix or block")
     tenants = np.zeros(len(trace), np.int32) if share_tenants else trace.tenant
-    number = _number_compiled if find_spec("numba") is not None else _number_plain
-    node, count = number(trace, tenants, mode == "prefix")
+    node, count = number_nodes(trace, tenants, mode == "prefix")
     return _assemble_forest(trace, mode, node, count)
 
 
-def _number_compiled(trace: Trace, tenants: npt.NDArray[np.int32], prefix: bool) -> tuple[npt.NDArray[np.int32], int]:
-    """Number the nodes with numba; return the node of every access and the number of nodes."""
-    from semantickv.simulator.kernels import number_nodes
+def number_nodes(trace: Trace, tenants: npt.NDArray[np.int32], prefix: bool) -> tuple[npt.NDArray[np.int32], int]:
+    """Return the node of every access and the number of nodes."""
+    from semantickv.simulator import forest_kernels
 
     accesses = trace.block_accesses
     slots = np.full(1 << max(4, int(accesses * 1.5).bit_length()), -1, np.int32)
     above, ids = np.empty(accesses, np.int32), np.empty(accesses, np.int64)
-    node, count = number_nodes(trace.ids, trace.starts, tenants, prefix, above, ids, slots)
+    node, count = forest_kernels.number_nodes(trace.ids, trace.starts, tenants, prefix, above, ids, slots)
     return node, int(count)
-
-
-def _number_plain(trace: Trace, tenants: npt.NDArray[np.int32], prefix: bool) -> tuple[npt.NDArray[np.int32], int]:
-    """Number the nodes in plain Python; the twin of `_number_compiled`."""
-    lookup: dict[tuple[int, int], int] = {}
-    node = np.empty(trace.block_accesses, np.int32)
-    starts, ids = trace.starts.tolist(), trace.ids.tolist()
-    for r, tenant in enumerate(tenants.tolist()):
-        root = above = -1 - tenant
-        for i in range(starts[r], starts[r + 1]):
-            number = lookup.setdefault((above, ids[i]), len(lookup))
-            node[i] = number
-            above = number if prefix else root
-    return node, len(lookup)
 
 
 def _assemble_forest(trace: Trace, mode: Mode, node: npt.NDArray[np.int32], count: int) -> Forest:

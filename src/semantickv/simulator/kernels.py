@@ -1,60 +1,24 @@
-"""Compiled code that all compiled policies share: numbering of nodes, next uses, lookup and a heap.
+"""The compiled simulator: a heap, and a loop for each family of policies.
 
-Importing this module imports numba. The loops are in `kernels_priority`, `kernels_queues` and `kernels_adaptive`; each
-has a plain twin in `semantickv.simulator.policies`.
+Importing this module imports numba. Every loop has a plain twin in `semantickv.simulator.policies`, which explains it:
+
+- *priority*: policies that evict by a value set at the last use. The heap holds only blocks that may be evicted, those
+  without cached children that are not part of the current request: one push for each request, not for each block.
+- *queues*: SIEVE, S3-FIFO, ARC. A queue is a doubly linked list; a node is in one queue at most.
+- *aged*: LHD and the policy of Bailian, whose values fall with age.
+- *adaptive*: `adaptive_semantic`, over the kernels that engines use too.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
-from semblend.fingerprint.kernels import mix64, njit
-
-
-@njit(nogil=True)
-def number_nodes(ids: Any, starts: Any, tenant: Any, prefix: bool, above_of: Any, id_of: Any, slots: Any) -> Any:
-    """Number the (parent, id) pairs in order of first appearance, in an open-addressed hash table."""
-    mask = len(slots) - 1
-    node = np.empty(len(ids), np.int32)
-    count = 0
-    for r in range(len(starts) - 1):
-        root = -1 - tenant[r]
-        above = root
-        for i in range(starts[r], starts[r + 1]):
-            mixed = mix64(np.uint64(ids[i]) + mix64(np.uint64(above + 0x40000000)))
-            slot = np.int64(mixed & np.uint64(mask))
-            while True:
-                found = slots[slot]
-                if found < 0:
-                    slots[slot] = count
-                    above_of[count] = above
-                    id_of[count] = ids[i]
-                    found = count
-                    count += 1
-                    break
-                if above_of[found] == above and id_of[found] == ids[i]:
-                    break
-                slot = (slot + 1) & mask
-            node[i] = found
-            above = found if prefix else root
-    return node, count
-
-
-@njit(nogil=True)
-def find_next_uses(node: Any, starts: Any, nodes: int) -> Any:
-    """Find for every access the next request that uses its node; the number of requests if none does."""
-    never = len(starts) - 1
-    later = np.full(nodes, never, np.int32)
-    out = np.empty(len(node), np.int32)
-    for r in range(never - 1, -1, -1):
-        for i in range(starts[r], starts[r + 1]):
-            out[i] = later[node[i]]
-        for i in range(starts[r], starts[r + 1]):
-            later[node[i]] = r
-    return out
-
+from semantickv.simulator.policies import EXPLORED_PART, EXPLORER_EVERY, FADE, LHD_CLASSES, TURNS
+from semblend.eviction.kernels import KEY, hear_use, learn_if_due, price_row
+from semblend.fingerprint.kernels import njit
 
 # Columns of the node table ``info`` (int32): one row is half a cache line, and one array is cheap to hand around,
 # where a tuple of a dozen arrays costs a microsecond of reference counting per call.
@@ -171,3 +135,669 @@ def restore_heap_order(heap: Any, info: Any, key: Any, meta: Any) -> None:
     """Restore the order of the heap after all keys have changed."""
     for place in range(meta[MEMBERS] // 2 - 1, -1, -1):
         _move_down(heap, info, key, place, meta[MEMBERS])
+
+
+# -- policies with a priority ---------------------------------------------------------------------------------------
+
+FIFO, LRU, LFU, SIZE_LRU, LFUDA, GDSF, STATIC, BELADY, TINY, LFU_ALL, LRU2, SLRU, TLRU = range(13)
+SEGMENT = float(1 << 40)  # one segment's distance from the next, in accesses
+
+
+@njit(inline="always")
+def _compute_priority(kind: int, info: Any, fact: Any, next_use: Any, weights: Any, floor: Any, asked: Any, x: int,
+                      i: int) -> Any:  # fmt: skip
+    """Compute the priority of node ``x`` at access ``i``; the smallest is evicted first."""
+    if kind == LFU_ALL:
+        asked[x, 0] += 1
+        return float(asked[x, 0])
+    if kind == LRU2:
+        asked[x, 0], asked[x, 1] = asked[x, 1], info[x, STAMP]
+        return float(asked[x, 0])
+    if kind == SLRU:
+        return info[x, STAMP] + (SEGMENT if info[x, USES] > 1 else 0.0)
+    if kind == TLRU:
+        asked[x, 0] = max(asked[x, 0], next_use[i])
+        return info[x, STAMP] - (SEGMENT if asked[x, 0] <= weights[-1] else 0.0)
+    if kind in (LRU, TINY):
+        return float(info[x, STAMP])
+    if kind == FIFO:
+        return float(info[x, BORN])
+    if kind == LFU:
+        return float(info[x, USES])
+    if kind == SIZE_LRU:
+        return info[x, STAMP] / fact[x, TOKENS]
+    if kind == LFUDA:
+        return floor[0] + info[x, USES]
+    if kind == GDSF:
+        return floor[0] + info[x, USES] / fact[x, SIZE]
+    if kind == STATIC:
+        tokens = fact[x, TOKENS]
+        fame = max(1.0, math.log(1.0 + info[x, USES]))
+        return weights[fact[x, TYPE]] * fame * max(1.0, tokens * 0.08) / math.sqrt(tokens)
+    return -float(next_use[i])
+
+
+@njit(inline="always")
+def evict_smallest(info: Any, fact: Any, key: Any, heap: Any, meta: Any, evicted: Any, r: int, safe: bool) -> None:
+    """Evict the top of the heap; its parent takes its place if this was the last cached child."""
+    x = heap[0]
+    info[x, RESIDENT] = 0
+    info[x, LEFT] = 1
+    meta[USED] -= fact[x, SIZE]
+    if r >= meta[WARM_UP]:
+        if info[x, BORN] > meta[FIRST]:  # it came with this request: refused, not evicted
+            meta[REFUSED] += 1
+        else:
+            evicted[fact[x, TYPE]] += 1
+    above = fact[x, PARENT]
+    if above >= 0:
+        info[above, KIDS] -= 1
+        if info[above, KIDS] == 0 and info[above, RESIDENT] and not (safe and info[above, MARK] == r):
+            replace_top_of_heap(heap, info, key, meta, above)
+            return
+    drop_from_heap(heap, info, key, meta, x)
+
+
+@njit(nogil=True)
+def _count_ask(asked: Any, fact: Any, meta: Any, x: int) -> None:
+    """Count a request for node ``x``; the window is counted in sizes, and halving is delayed until a count is read."""
+    asked[x, 0] = (asked[x, 0] >> min(31, meta[EPOCH] - asked[x, 1])) + 1
+    asked[x, 1] = meta[EPOCH]
+    meta[ASKS] += fact[x, SIZE]
+    if meta[ASKS] >= meta[WINDOW]:
+        meta[ASKS] = 0
+        meta[EPOCH] += 1
+
+
+@njit(inline="always")
+def _read_asks(asked: Any, meta: Any, x: int) -> Any:
+    """Return how often node ``x`` was asked for, with the halvings that are due."""
+    return asked[x, 0] >> min(31, meta[EPOCH] - asked[x, 1])
+
+
+@njit(nogil=True)
+def _touch(kind: int, starts: Any, node: Any, next_use: Any, info: Any, fact: Any, key: Any, heap: Any, meta: Any,
+           weights: Any, floor: Any, asked: Any, r: int) -> Any:  # fmt: skip
+    """Mark the cached blocks of the request as used; return the space they take."""
+    first, last = starts[r], starts[r + 1]
+    safe = 0
+    for i in range(last - 1, first - 1, -1):
+        x = node[i]
+        if not info[x, RESIDENT]:
+            continue
+        if info[x, MARK] != r:
+            info[x, MARK] = r
+            safe += fact[x, SIZE]
+            if info[x, AT] >= 0:
+                drop_from_heap(heap, info, key, meta, x)
+        info[x, USES] += 1
+        info[x, STAMP] = first + last - i
+        key[x] = _compute_priority(kind, info, fact, next_use, weights, floor, asked, x, i)
+        if kind == TINY:
+            _count_ask(asked, fact, meta, x)
+    return safe
+
+
+@njit(nogil=True)
+def _choose_fitting(kind: int, bypass: bool, starts: Any, node: Any, info: Any, fact: Any, meta: Any, asked: Any,
+                    fits: Any, r: int, safe: int) -> Any:  # fmt: skip
+    """Choose the new blocks that fit beside the safe ones, from the first on, into ``fits``; return their number."""
+    room, count, closed = meta[CAPACITY] - safe, 0, False
+    for i in range(starts[r], starts[r + 1]):
+        x = node[i]
+        if info[x, MARK] == r:
+            continue
+        info[x, MARK] = r
+        if kind == TINY:
+            _count_ask(asked, fact, meta, x)
+        room -= fact[x, SIZE]
+        closed = closed or (room < 0 and not bypass)
+        if not closed:
+            fits[count] = i
+            count += 1
+    return count
+
+
+@njit(nogil=True)
+def _bring_in(kind: int, bypass: bool, starts: Any, node: Any, next_use: Any, info: Any, fact: Any, key: Any,
+              heap: Any, meta: Any, weights: Any, floor: Any, asked: Any, fits: Any, count: int, evicted: Any,
+              r: int) -> None:  # fmt: skip
+    """Insert the chosen blocks, making room for one after the other."""
+    top = starts[r] + starts[r + 1]
+    for step in range(count):
+        i = fits[step] if kind == TINY else fits[count - 1 - step]
+        x = node[i]
+        refused = False
+        while not bypass and meta[USED] + fact[x, SIZE] > meta[CAPACITY]:
+            if meta[MEMBERS] == 0 or (kind == TINY and _read_asks(asked, meta, x) <= _read_asks(asked, meta, heap[0])):
+                refused = True
+                break
+            floor[0] = key[heap[0]]
+            evict_smallest(info, fact, key, heap, meta, evicted, r, True)
+        if refused:
+            if r >= meta[WARM_UP]:
+                meta[REFUSED] += count - step if meta[PREFIX] else 1
+            if meta[PREFIX]:
+                break
+            continue
+        info[x, RESIDENT] = 1
+        meta[USED] += fact[x, SIZE]
+        info[x, USES] = 1
+        info[x, STAMP] = top - i
+        info[x, BORN] = top - i
+        if fact[x, PARENT] >= 0:
+            info[fact[x, PARENT], KIDS] += 1
+        key[x] = _compute_priority(kind, info, fact, next_use, weights, floor, asked, x, i)
+
+
+@njit(nogil=True)
+def run_priority(kind: int, bypass: bool, starts: Any, node: Any, tokens: Any, next_use: Any, fact: Any, meta: Any,
+                 weights: Any, asked: Any, tally: Any, used_share: Any, evicted: Any) -> None:  # fmt: skip
+    """Run all requests of a trace with one policy."""
+    nodes = len(fact)
+    info = np.zeros((nodes, 8), np.int32)
+    info[:, MARK] = -1
+    info[:, AT] = -1
+    key, heap, floor = np.zeros(nodes), np.empty(nodes + 1, np.int32), np.zeros(1)
+    filled = np.zeros(nodes, np.int32)
+    longest = 1
+    for r in range(len(starts) - 1):
+        longest = max(longest, starts[r + 1] - starts[r])
+    fits = np.empty(longest, np.int64)
+    for r in range(len(starts) - 1):
+        meta[FIRST] = starts[r]
+        look_up(starts, node, tokens, info, filled, tally, r)
+        safe = _touch(kind, starts, node, next_use, info, fact, key, heap, meta, weights, floor, asked, r)
+        count = _choose_fitting(kind, bypass, starts, node, info, fact, meta, asked, fits, r, safe)
+        _bring_in(kind, bypass, starts, node, next_use, info, fact, key, heap, meta, weights, floor, asked, fits, count,
+                  evicted, r)  # fmt: skip
+        for i in range(starts[r + 1] - 1, starts[r] - 1, -1):
+            x = node[i]
+            if info[x, RESIDENT] and info[x, KIDS] == 0 and info[x, AT] < 0:
+                push_to_heap(heap, info, key, meta, x)
+        while meta[USED] > meta[CAPACITY]:
+            evict_smallest(info, fact, key, heap, meta, evicted, r, False)
+        if meta[CAPACITY] > 0:
+            used_share[r] = meta[USED] / meta[CAPACITY]
+
+
+# -- policies with queues -------------------------------------------------------------------------------------------
+
+SIEVE, S3FIFO, ARC = range(3)
+SMALL, MAIN, GHOST = 0, 1, 2  # S3-FIFO; SIEVE uses the first only
+ONCE, OFTEN, LEFT_ONCE, LEFT_OFTEN = 0, 1, 2, 3  # ARC
+
+
+# Columns of ``links`` (int32, per node).
+QUEUE, OLDER, NEWER = range(3)
+# Columns of ``ends`` (int64, per queue).
+OLDEST, NEWEST, TOTAL, COUNT = range(4)
+
+
+@njit(nogil=True)
+def _join(fact: Any, links: Any, ends: Any, q: int, x: int) -> None:
+    """Add a node at the new end of a queue."""
+    newest = ends[q, NEWEST]
+    links[x, OLDER] = newest
+    links[x, NEWER] = -1
+    if newest >= 0:
+        links[newest, NEWER] = x
+    else:
+        ends[q, OLDEST] = x
+    ends[q, NEWEST] = x
+    ends[q, TOTAL] += fact[x, SIZE]
+    ends[q, COUNT] += 1
+    links[x, QUEUE] = q
+
+
+@njit(nogil=True)
+def _leave(fact: Any, links: Any, ends: Any, x: int) -> None:
+    """Remove a node from its queue."""
+    q = links[x, QUEUE]
+    older, newer = links[x, OLDER], links[x, NEWER]
+    if older >= 0:
+        links[older, NEWER] = newer
+    else:
+        ends[q, OLDEST] = newer
+    if newer >= 0:
+        links[newer, OLDER] = older
+    else:
+        ends[q, NEWEST] = older
+    ends[q, TOTAL] -= fact[x, SIZE]
+    ends[q, COUNT] -= 1
+    links[x, QUEUE] = -1
+
+
+@njit(nogil=True)
+def _renew(fact: Any, links: Any, ends: Any, x: int) -> None:
+    """Make a node the newest of its queue."""
+    q = links[x, QUEUE]
+    _leave(fact, links, ends, x)
+    _join(fact, links, ends, q, x)
+
+
+@njit(nogil=True)
+def _is_evictable(info: Any, x: int, r: int) -> Any:
+    """Whether a node has no cached children and is not part of request ``r``."""
+    return info[x, KIDS] == 0 and info[x, MARK] != r
+
+
+@njit(nogil=True)
+def _find_sieve_victim(info: Any, links: Any, ends: Any, meta: Any, r: int) -> Any:
+    """Move the hand to the next block without a mark and return it; -1 if there is none."""
+    for _ in range(2 * ends[0, COUNT]):
+        x = meta[HAND]
+        if x < 0:
+            x = ends[0, OLDEST]
+        if info[x, USES] == 0 and _is_evictable(info, x, r):
+            meta[HAND] = x
+            return x
+        info[x, USES] = 0
+        meta[HAND] = links[x, NEWER]
+    return -1
+
+
+@njit(nogil=True)
+def _find_s3fifo_victim(info: Any, fact: Any, links: Any, ends: Any, meta: Any, r: int) -> Any:
+    """Find the block to evict in the small or the main queue; -1 if there is none."""
+    main_limit = meta[CAPACITY] - max(1, meta[CAPACITY] // 10)
+    stuck_small, stuck_main = 0, 0
+    while True:
+        small_done, main_done = stuck_small >= ends[SMALL, COUNT], stuck_main >= ends[MAIN, COUNT]
+        if small_done and main_done:
+            return -1
+        if (ends[MAIN, TOTAL] > main_limit and not main_done) or small_done:
+            x = ends[MAIN, OLDEST]
+            if info[x, USES] == 0:
+                if _is_evictable(info, x, r):
+                    return x
+                stuck_main += 1
+            else:
+                stuck_main = 0
+                info[x, USES] -= 1
+            _renew(fact, links, ends, x)
+        else:
+            x = ends[SMALL, OLDEST]
+            if info[x, USES] > 1:
+                _leave(fact, links, ends, x)
+                _join(fact, links, ends, MAIN, x)
+                info[x, USES] = 0
+                stuck_main = 0
+            elif _is_evictable(info, x, r):
+                return x
+            else:
+                stuck_small += 1
+                _renew(fact, links, ends, x)
+
+
+@njit(nogil=True)
+def _find_arc_victim(info: Any, links: Any, ends: Any, border: Any, r: int, coming: int) -> Any:
+    """Find the block to evict in the list that is beyond the border; -1 if there is none."""
+    once = ends[ONCE, TOTAL]
+    first_once = once > border[0] or (links[coming, QUEUE] == LEFT_OFTEN and once == border[0])
+    for turn in range(2):
+        q = ONCE if (turn == 0) == first_once else OFTEN
+        x = ends[q, OLDEST]
+        while x >= 0:
+            if _is_evictable(info, x, r):
+                return x
+            x = links[x, NEWER]
+    return -1
+
+
+@njit(nogil=True)
+def _evict_queued(
+    kind: int, info: Any, fact: Any, links: Any, ends: Any, meta: Any, evicted: Any, r: int, x: int
+) -> None:
+    """Evict node ``x`` and remember it where the policy does so."""
+    info[x, RESIDENT] = 0
+    info[x, LEFT] = 1
+    meta[USED] -= fact[x, SIZE]
+    meta[EPOCH] = 1  # something has been evicted
+    if r >= meta[WARM_UP]:
+        evicted[fact[x, TYPE]] += 1
+    if fact[x, PARENT] >= 0:
+        info[fact[x, PARENT], KIDS] -= 1
+    q = links[x, QUEUE]
+    if kind == SIEVE and meta[HAND] == x:
+        meta[HAND] = links[x, NEWER]
+    _leave(fact, links, ends, x)
+    if kind == ARC:
+        _join(fact, links, ends, LEFT_ONCE if q == ONCE else LEFT_OFTEN, x)
+    elif kind == S3FIFO and q == SMALL:
+        _join(fact, links, ends, GHOST, x)
+        while ends[GHOST, TOTAL] > meta[CAPACITY] - max(1, meta[CAPACITY] // 10):
+            _leave(fact, links, ends, ends[GHOST, OLDEST])
+
+
+@njit(nogil=True)
+def _touch_queues(kind: int, starts: Any, node: Any, info: Any, fact: Any, links: Any, ends: Any, r: int) -> Any:
+    """Mark the cached blocks of the request as used; return the space they take."""
+    safe = 0
+    for i in range(starts[r + 1] - 1, starts[r] - 1, -1):
+        x = node[i]
+        if not info[x, RESIDENT]:
+            continue
+        if info[x, MARK] != r:
+            info[x, MARK] = r
+            safe += fact[x, SIZE]
+        if kind == ARC:
+            _leave(fact, links, ends, x)
+            _join(fact, links, ends, OFTEN, x)
+        else:
+            info[x, USES] = min(3, info[x, USES] + 1)
+    return safe
+
+
+@njit(nogil=True)
+def _move_border(kind: int, links: Any, ends: Any, meta: Any, border: Any, x: int) -> None:
+    """Move ARC's border on a miss of a remembered block."""
+    if kind != ARC or links[x, QUEUE] < LEFT_ONCE:
+        return
+    once, often = float(ends[LEFT_ONCE, TOTAL]), float(ends[LEFT_OFTEN, TOTAL])
+    if links[x, QUEUE] == LEFT_ONCE:
+        border[0] = min(float(meta[CAPACITY]), border[0] + max(1.0, often / once))
+    else:
+        border[0] = max(0.0, border[0] - max(1.0, once / often))
+
+
+@njit(nogil=True)
+def _insert_queued(kind: int, info: Any, fact: Any, links: Any, ends: Any, meta: Any, x: int) -> None:
+    """Insert node ``x`` into the queue where the policy wants it."""
+    known = links[x, QUEUE] >= 0
+    if known:
+        _leave(fact, links, ends, x)
+    info[x, RESIDENT] = 1
+    info[x, USES] = 0
+    meta[USED] += fact[x, SIZE]
+    if fact[x, PARENT] >= 0:
+        info[fact[x, PARENT], KIDS] += 1
+    if kind == SIEVE:
+        _join(fact, links, ends, 0, x)
+        return
+    small = max(1, meta[CAPACITY] // 10)
+    full = kind == S3FIFO and meta[EPOCH] == 0 and ends[SMALL, TOTAL] >= small
+    _join(fact, links, ends, 1 if known or full else 0, x)  # S3-FIFO's main queue, ARC's list of what came often
+    if kind == ARC:
+        while ends[LEFT_ONCE, COUNT] > 0 and ends[ONCE, TOTAL] + ends[LEFT_ONCE, TOTAL] > meta[CAPACITY]:
+            _leave(fact, links, ends, ends[LEFT_ONCE, OLDEST])
+        while ends[LEFT_OFTEN, COUNT] > 0 and ends[:, TOTAL].sum() > 2 * meta[CAPACITY]:
+            _leave(fact, links, ends, ends[LEFT_OFTEN, OLDEST])
+
+
+@njit(nogil=True)
+def _fill_queues(kind: int, starts: Any, node: Any, info: Any, fact: Any, links: Any, ends: Any, meta: Any, border: Any,
+              evicted: Any, fits: Any, r: int, safe: int) -> None:  # fmt: skip
+    """Insert the new blocks of the request that fit, making room for one after the other."""
+    room, count, closed = meta[CAPACITY] - safe, 0, False
+    for i in range(starts[r], starts[r + 1]):
+        x = node[i]
+        if info[x, MARK] == r:
+            continue
+        info[x, MARK] = r
+        _move_border(kind, links, ends, meta, border, x)
+        room -= fact[x, SIZE]
+        closed = closed or room < 0
+        if not closed:
+            fits[count] = x
+            count += 1
+    for step in range(count - 1, -1, -1):
+        x = fits[step]
+        fitted = True
+        while meta[USED] + fact[x, SIZE] > meta[CAPACITY]:
+            if kind == SIEVE:
+                victim = _find_sieve_victim(info, links, ends, meta, r)
+            elif kind == S3FIFO:
+                victim = _find_s3fifo_victim(info, fact, links, ends, meta, r)
+            else:
+                victim = _find_arc_victim(info, links, ends, border, r, x)
+            fitted = victim >= 0
+            if not fitted:
+                break
+            _evict_queued(kind, info, fact, links, ends, meta, evicted, r, victim)
+        if not fitted:
+            if r >= meta[WARM_UP]:
+                meta[REFUSED] += step + 1 if meta[PREFIX] else 1
+            if meta[PREFIX]:
+                break
+            continue
+        _insert_queued(kind, info, fact, links, ends, meta, x)
+
+
+@njit(nogil=True)
+def run_queues(kind: int, starts: Any, node: Any, tokens: Any, fact: Any, meta: Any, tally: Any, used_share: Any,
+               evicted: Any) -> None:  # fmt: skip
+    """Run all requests of a trace with one policy."""
+    info = np.zeros((len(fact), 8), np.int32)
+    info[:, MARK] = -1
+    links = np.full((len(fact), 3), -1, np.int32)
+    ends, border = np.zeros((4, 4), np.int64), np.zeros(1)
+    ends[:, :2] = -1
+    longest = 1
+    for r in range(len(starts) - 1):
+        longest = max(longest, starts[r + 1] - starts[r])
+    fits, filled = np.empty(longest, np.int64), np.zeros(len(fact), np.int32)
+    for r in range(len(starts) - 1):
+        look_up(starts, node, tokens, info, filled, tally, r)
+        safe = _touch_queues(kind, starts, node, info, fact, links, ends, r)
+        _fill_queues(kind, starts, node, info, fact, links, ends, meta, border, evicted, fits, r, safe)
+        if meta[CAPACITY] > 0:
+            used_share[r] = meta[USED] / meta[CAPACITY]
+
+
+# -- policies whose values age --------------------------------------------------------------------------------------
+
+LHD, WORKLOAD_AWARE = range(2)
+# Columns of ``seen`` (int64), by node: class (-1 if never used), clock of the last use, turn, whether it explores.
+KIND, LAST, TURN, EXPLORES = range(4)
+
+
+@njit(inline="always")
+def _find_age(seen: Any, edges: Any, now: int, x: int) -> Any:
+    waited, age, ages = now - seen[x, LAST], 0, len(edges) - 1
+    while age < ages - 1 and waited >= edges[age + 1]:
+        age += 1
+    return age
+
+
+@njit(inline="always")
+def _price_aged(seen: Any, edges: Any, table: Any, fact: Any, now: int, x: int) -> Any:
+    age = _find_age(seen, edges, now, x)
+    more = 1.0 if seen[x, EXPLORES] and age < len(edges) - 2 else 0.0
+    return table[seen[x, KIND], age] / fact[x, SIZE] + more
+
+
+@njit(inline="always")
+def _end_exploring(seen: Any, fact: Any, budget: Any, x: int) -> None:
+    if seen[x, EXPLORES]:
+        seen[x, EXPLORES] = 0
+        budget[0] += fact[x, SIZE]
+
+
+@njit(nogil=True)
+def _file_lhd(starts: Any, node: Any, info: Any, fact: Any, seen: Any, evidence: Any, edges: Any, budget: Any,
+              now: int, r: int) -> None:  # fmt: skip
+    """Count the hits of cached blocks by class and age, and give every block its new class."""
+    for i in range(starts[r + 1] - 1, starts[r] - 1, -1):
+        x, kind = node[i], 0
+        if info[x, RESIDENT]:
+            age = _find_age(seen, edges, now, x)
+            evidence[seen[x, KIND], age, 0] += 1.0
+            kind = 1 + age // 2
+        _end_exploring(seen, fact, budget, x)
+        if kind == 0 and x % EXPLORER_EVERY == 0 and budget[0] >= fact[x, SIZE]:
+            seen[x, EXPLORES] = 1
+            budget[0] -= fact[x, SIZE]
+        seen[x, KIND], seen[x, LAST] = fact[x, TYPE] * LHD_CLASSES + kind, now
+
+
+@njit(nogil=True)
+def _file_by_workload(starts: Any, node: Any, fact: Any, seen: Any, evidence: Any, now: int, r: int) -> None:
+    """Count returns and gaps by category, and give every block its new category."""
+    turn = np.int64(1)
+    for i in range(starts[r], starts[r + 1]):
+        if seen[node[i], TURN] == 0:
+            break
+        turn = seen[node[i], TURN] + 1
+    for i in range(starts[r + 1] - 1, starts[r] - 1, -1):
+        x = node[i]
+        if seen[x, KIND] >= 0:
+            evidence[seen[x, KIND], 0, 0] += 1.0
+            evidence[seen[x, KIND], 0, 1] += float(now - seen[x, LAST])
+        if seen[x, TURN] == 0:
+            seen[x, TURN] = turn
+        seen[x, KIND] = fact[x, TYPE] * TURNS + min(turn, TURNS) - 1
+        evidence[seen[x, KIND], 1, 0] += 1.0
+        seen[x, LAST] = now
+
+
+@njit(nogil=True)
+def _learn_lhd(evidence: Any, edges: Any, table: Any) -> None:
+    """Compute the hit density of every class and age."""
+    for kind in range(len(evidence)):
+        hits, events, lifetime = 0.0, 0.0, 0.0
+        for age in range(len(edges) - 2, -1, -1):
+            hits += evidence[kind, age, 0]
+            events += evidence[kind, age, 0] + evidence[kind, age, 1]
+            lifetime += events * (edges[age + 1] - edges[age])
+            if lifetime > 0.0:
+                table[kind, age] = hits / lifetime
+
+
+@njit(nogil=True)
+def _learn_by_workload(evidence: Any, edges: Any, table: Any, soon: float) -> None:
+    """Compute the chance of a reuse soon of every category and age."""
+    for kind in range(len(evidence)):
+        returns, gaps, uses = evidence[kind, 0, 0], evidence[kind, 0, 1], evidence[kind, 1, 0]
+        if uses <= 0.0:
+            continue
+        mean = max(1.0, gaps / returns) if returns > 0.0 else 1.0
+        for age in range(len(edges) - 1):
+            begin = edges[age]
+            table[kind, age] = min(1.0, returns / uses) * (math.exp(-begin / mean) - math.exp(-(begin + soon) / mean))
+
+
+@njit(nogil=True)
+def _take_in(starts: Any, node: Any, info: Any, fact: Any, key: Any, heap: Any, meta: Any, r: int) -> None:
+    """Mark every block of the request as used and cached."""
+    first, last = starts[r], starts[r + 1]
+    for i in range(last - 1, first - 1, -1):
+        x = node[i]
+        info[x, MARK] = r
+        if info[x, AT] >= 0:
+            drop_from_heap(heap, info, key, meta, x)
+        info[x, STAMP] = first + last - i
+        if not info[x, RESIDENT]:
+            info[x, RESIDENT] = 1
+            info[x, BORN] = info[x, STAMP]
+            meta[USED] += fact[x, SIZE]
+            if fact[x, PARENT] >= 0:
+                info[fact[x, PARENT], KIDS] += 1
+
+
+@njit(nogil=True)
+def run_aged(policy: int, starts: Any, node: Any, tokens: Any, fact: Any, meta: Any, edges: Any, table: Any,
+             evidence: Any, tally: Any, used_share: Any, evicted: Any) -> None:  # fmt: skip
+    """Run all requests of a trace with one of the two policies."""
+    nodes = len(fact)
+    info = np.zeros((nodes, 8), np.int32)
+    info[:, MARK] = -1
+    info[:, AT] = -1
+    key, heap, filled = np.zeros(nodes), np.empty(nodes + 1, np.int32), np.zeros(nodes, np.int32)
+    seen = np.zeros((nodes, 4), np.int64)
+    seen[:, KIND] = -1
+    clock, taught, scored = np.int64(0), np.int64(0), 0
+    budget = np.full(1, max(1, meta[CAPACITY] // EXPLORED_PART), np.int64)
+    for r in range(len(starts) - 1):
+        meta[FIRST], now = starts[r], clock
+        look_up(starts, node, tokens, info, filled, tally, r)
+        if policy == LHD:
+            _file_lhd(starts, node, info, fact, seen, evidence, edges, budget, now, r)
+        else:
+            _file_by_workload(starts, node, fact, seen, evidence, now, r)
+        for i in range(starts[r], starts[r + 1]):
+            clock += fact[node[i], SIZE]
+        lesson = clock - taught >= max(1, meta[CAPACITY])
+        if lesson:
+            if policy == LHD:
+                _learn_lhd(evidence, edges, table)
+            else:
+                _learn_by_workload(evidence, edges, table, float(max(1, meta[CAPACITY])))
+            evidence *= FADE
+            taught = clock
+        _take_in(starts, node, info, fact, key, heap, meta, r)
+        for i in range(starts[r + 1] - 1, starts[r] - 1, -1):
+            x = node[i]
+            if info[x, KIDS] == 0 and info[x, AT] < 0:
+                key[x] = _price_aged(seen, edges, table, fact, now, x)
+                push_to_heap(heap, info, key, meta, x)
+        if lesson or starts[r + 1] - scored >= meta[MEMBERS]:
+            for place in range(meta[MEMBERS]):
+                key[heap[place]] = _price_aged(seen, edges, table, fact, now, heap[place])
+            restore_heap_order(heap, info, key, meta)
+            scored = starts[r + 1]
+        while meta[USED] > meta[CAPACITY]:
+            x = heap[0]
+            if policy == LHD:
+                evidence[seen[x, KIND], _find_age(seen, edges, now, x), 1] += 1.0
+                _end_exploring(seen, fact, budget, x)
+            above = fact[x, PARENT]
+            if above >= 0 and info[above, KIDS] == 1:  # it is about to stand in the heap
+                key[above] = _price_aged(seen, edges, table, fact, now, above)
+            evict_smallest(info, fact, key, heap, meta, evicted, r, False)
+        if meta[CAPACITY] > 0:
+            used_share[r] = meta[USED] / meta[CAPACITY]
+
+
+@njit(inline="always")
+def _price_adaptive(rows: Any, index: Any, edges: Any, meta: Any, row_of: Any, x: int) -> Any:
+    """Compute the value of node ``x``; nothing if the policy has forgotten it."""
+    if rows[row_of[x], KEY] != x:
+        return 0.0
+    return price_row(rows, index, edges, meta, row_of[x])
+
+
+@njit(nogil=True)
+def run_adaptive(starts: Any, node: Any, tokens: Any, types: Any, sessions: Any, fact: Any, meta: Any, rows: Any,
+                 heads: Any, ring: Any, ledger: Any, index: Any, edges: Any, behind: Any, priors: Any, groups: Any,
+                 plan: Any, learnt: Any, tally: Any, used_share: Any, evicted: Any) -> None:  # fmt: skip
+    """Run all requests of a trace. ``learnt`` is the policy's own ``meta``."""
+    nodes = len(fact)
+    info = np.zeros((nodes, 8), np.int32)
+    info[:, MARK] = -1
+    info[:, AT] = -1
+    key, heap, row_of = np.zeros(nodes), np.empty(nodes + 1, np.int32), np.zeros(nodes, np.int64)
+    longest = 1
+    for r in range(len(starts) - 1):
+        longest = max(longest, starts[r + 1] - starts[r])
+    path, keys, kinds = np.empty(longest, np.int64), np.empty(longest, np.int64), np.empty(longest, np.int64)
+    scored, filled = 0, np.zeros(nodes, np.int32)
+    for r in range(len(starts) - 1):
+        first, n, size = starts[r], starts[r + 1] - starts[r], 0
+        meta[FIRST] = first
+        look_up(starts, node, tokens, info, filled, tally, r)
+        for i in range(n):
+            keys[i], kinds[i] = node[first + i], types[node[first + i]]
+            size += fact[node[first + i], SIZE]
+        hear_use(rows, heads, ring, ledger, edges, behind, learnt, keys[:n], kinds[:n], size, 0, sessions[r], path)
+        lesson = learn_if_due(ledger, index, edges, priors, groups, plan, learnt)
+        for i in range(n):  # a block that stands twice has the row of its first place
+            row_of[node[first + n - 1 - i]] = path[n - 1 - i]
+        _take_in(starts, node, info, fact, key, heap, meta, r)
+        for i in range(first + n - 1, first - 1, -1):
+            x = node[i]
+            if info[x, KIDS] == 0 and info[x, AT] < 0:
+                key[x] = _price_adaptive(rows, index, edges, learnt, row_of, x)
+                push_to_heap(heap, info, key, meta, x)
+        if lesson or starts[r + 1] - scored >= meta[MEMBERS]:
+            for place in range(meta[MEMBERS]):
+                key[heap[place]] = _price_adaptive(rows, index, edges, learnt, row_of, heap[place])
+            restore_heap_order(heap, info, key, meta)
+            scored = starts[r + 1]
+        while meta[USED] > meta[CAPACITY]:
+            above = fact[heap[0], PARENT]
+            if above >= 0 and info[above, KIDS] == 1:  # it is about to stand in the heap
+                key[above] = _price_adaptive(rows, index, edges, learnt, row_of, above)
+            evict_smallest(info, fact, key, heap, meta, evicted, r, False)
+        if meta[CAPACITY] > 0:
+            used_share[r] = meta[USED] / meta[CAPACITY]

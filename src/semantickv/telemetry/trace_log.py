@@ -18,7 +18,7 @@ from typing import Any
 
 from semantickv.traces.collection import Collector
 from semantickv.traces.segmentation import Segmenter
-from semantickv.traces.trace_writer import MOST_HELD, TraceWriter
+from semantickv.traces.trace_writer import MAX_HELD, TraceWriter
 
 MOST_WAITING_BYTES = 64 << 20
 LATEST = 100
@@ -135,7 +135,7 @@ class TraceLog:
     def _begin_worker(self) -> Executor:
         """Start a worker. Tickets that went with the one before are given back: nobody waits for their lines."""
         self._executor = self._make()
-        self._first_ticket = max(min(self._open_tickets), self._tickets - MOST_HELD)
+        self._first_ticket = max(min(self._open_tickets), self._tickets - MAX_HELD)
         for ticket in range(self._first_ticket, self._tickets):
             if ticket not in self._open_tickets:
                 self._executor.submit(_write, self.options, ticket, None, self._first_ticket)

@@ -1,34 +1,28 @@
-"""Traces from what engines log: vLLM's and SGLang's requests, SGLang's prefill batches, LMCache's lookups.
-
-================  =======================================================================  ====================
-format            to turn it on                                                            a request has
-================  =======================================================================  ====================
-vllm_log          ``--enable-log-requests``, ``VLLM_LOGGING_LEVEL=DEBUG``                  its tokens
-sglang_log        ``--log-requests --log-requests-level 3 --log-requests-format json``     its tokens, its answer
-sglang_cache_log  always on: ``Prefill batch, #new-seq: ...``                              its length
-lmcache_log       always on: ``Reqid: ..., Total tokens ...``                              its length
-================  =======================================================================  ====================
-
-As of vLLM 0.32, SGLang 0.5.23 and LMCache 0.5.6. Lines that say nothing about a request are passed over. Tokens are
-hashed at once, block by block. What the engine says about its own hits is kept beside the trace.
-"""
+"""One request of a trace, and the requests that engines log: vLLM, SGLang, LMCache."""
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
+import math
 import re
+from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Any, Final, Protocol
 
-from semantickv.traces.request import BadFieldError, TraceRequest, cut_into_blocks
+from semblend.errors import InputError
+from semblend.text.block_traces import (
+    split_length,
+)
+from semblend.text.log_formats import BadFieldError, read_records
 
 _VLLM_REQUEST: Final = re.compile(rb"(?:Request (\S+) details:|Received request (\S+):)")
-_VLLM_TOKENS: Final = re.compile(rb".*prompt_token_ids: \[([\d, ]*)\]")  # greedy: the last one is not the prompt's text
-_VLLM_TIME: Final = re.compile(rb" (\d\d)-(\d\d) (\d\d):(\d\d):(\d\d) ")
+_VLLM_TIME: Final = re.compile(rb" \d\d-\d\d \d\d:\d\d:\d\d ")
 _VLLM_LINE: Final = re.compile(rb"(?:INFO|DEBUG|WARNING) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\.py:\d+\]")
 _VLLM_RATE: Final = re.compile(rb"Prefix cache hit rate: ([\d.]+)%")
 _SGLANG_EVENT: Final = b'"event": "request.'
@@ -39,8 +33,57 @@ _SGLANG_BATCH: Final = re.compile(
 _LMCACHE: Final = re.compile(
     rb"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d+)\].*?Reqid: ([^,\s]+), Total tokens (\d+),.*?LMCache hit tokens: (\d+)"
 )
-MOST_KNOWN: Final = 10_000
+MAX_KNOWN: Final = 10_000
 HEALTH_CHECK: Final = "HEALTH_CHECK"
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """One request: its blocks from the first to the last, and what is known about it.
+
+    >>> TraceRequest("r1", 0.5, (7, 8), (512, 100), ("system", "user")).tokens
+    612
+    """
+
+    request_id: str
+    arrival_s: float
+    block_ids: tuple[int, ...]
+    block_tokens: tuple[int, ...]
+    block_types: tuple[str, ...]
+    output_tokens: int = 0
+    tenant: str = "default"
+    session: str = ""
+    ttft_ms: float | None = None
+    computed_tokens: float | None = None
+
+    def __post_init__(self) -> None:
+        if not len(self.block_ids) == len(self.block_tokens) == len(self.block_types):
+            raise InputError(f"request {self.request_id!r}: ids, tokens and types of its blocks differ in number")
+        if not (self.arrival_s >= 0 and math.isfinite(self.arrival_s)):
+            raise InputError(f"request {self.request_id!r}: arrival_s must be finite and not negative")
+        if any(tokens <= 0 for tokens in self.block_tokens):
+            raise InputError(f"request {self.request_id!r}: a block has no tokens", hint="leave empty blocks out")
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.block_tokens)
+
+
+def cut_into_blocks(token_ids: Sequence[int], block_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Cut token ids into blocks; return the id of each block, a hash of its tokens, and its length.
+
+    >>> ids, lengths = cut_into_blocks([1, 2, 3, 1, 2], 3)
+    >>> len(set(ids)), lengths
+    (2, (3, 2))
+    """
+    parts = [token_ids[at : at + block_tokens] for at in range(0, len(token_ids), block_tokens)]
+    return tuple(map(hash_tokens, parts)), tuple(map(len, parts))
+
+
+def hash_tokens(token_ids: Sequence[int]) -> int:
+    """Hash the tokens of a block to a number of 64 bits that is the same in every run."""
+    data = array("q", token_ids).tobytes()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big", signed=True)
 
 
 class Parser(Protocol):
@@ -65,24 +108,14 @@ class _Clock:
     def __init__(self) -> None:
         self._begin: float | None = None
 
-    def read(self, year: int, month: int, day: int, *time: float) -> float:
-        """Read a time of the log; one that is earlier than the first counts as the first."""
+    def read(self, text: str) -> float:
+        """Read ``2026-11-16 18:13:01`` or ``2026-11-16T18:13:01.083639``; one before the first counts as the first."""
         try:
-            hour, minute, second = (int(part) for part in time[:3])
-            fraction = time[3] if len(time) > 3 else 0.0
-            moment = datetime(year, month, day, hour, minute, second, tzinfo=UTC).timestamp() + fraction
-        except ValueError as error:
-            raise BadFieldError("time", str(error)) from None
-        self._begin = moment if self._begin is None else self._begin
-        return max(0.0, moment - self._begin)
-
-    def read_text(self, text: str) -> float:
-        """Read ``2026-11-16 18:13:01`` or ``2026-11-16T18:13:01.083639``."""
-        try:
-            at = datetime.fromisoformat(text)
+            moment = datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
         except ValueError:
             raise BadFieldError("timestamp", f"{text!r} is not a time") from None
-        return self.read(at.year, at.month, at.day, at.hour, at.minute, at.second, at.microsecond / 1e6)
+        self._begin = moment if self._begin is None else self._begin
+        return max(0.0, moment - self._begin)
 
 
 class VllmLog(Parser):
@@ -101,17 +134,10 @@ class VllmLog(Parser):
         if rate is not None and b"Engine 0" in line:
             self.engine_hit_rate = float(rate[1]) / 100
             return
-        named = _VLLM_REQUEST.search(line)
-        if named is None:
-            return
-        tokens, time = _VLLM_TOKENS.search(line, named.end()), _VLLM_TIME.search(line)
-        name = (named[1] or named[2]).decode("utf-8", "replace")
-        if tokens is None or time is None or not self._known.add(name):
-            return
-        month, day, *rest = (int(part) for part in time.groups())
-        found = [int(part) for part in tokens[1].split(b",") if part.strip()]
-        if found:
-            yield _build(name, self._clock.read(2000, month, day, *rest), found, self._block_tokens)
+        for record in read_records("vllm", line) if b"prompt_token_ids: [" in line else ():
+            name, tokens, time = record["request_id"], record.get("token_ids"), record["logged_at"]
+            if tokens and time and self._known.add(name):
+                yield _build(name, self._clock.read(f"2000-{time}"), tokens, self._block_tokens)
 
 
 class SglangLog(Parser):
@@ -134,12 +160,12 @@ class SglangLog(Parser):
             record = json.loads(line[line.index(b"{") :])
         except (ValueError, RecursionError) as error:
             raise BadFieldError("line", f"not JSON: {error}") from None
-        event, name = record.get("event"), str(record.get("rid"))
+        name = str(record.get("rid"))
         if name.startswith(HEALTH_CHECK) or not isinstance(record.get("obj"), dict):
             return ()
-        if event == "request.received":
+        if record.get("event") == "request.received":
             self._receive(record, name)
-        elif event == "request.finished" and name in self._open:
+        elif record.get("event") == "request.finished" and name in self._open:
             self._end(name, record.get("out"))
         return self._take_ended()
 
@@ -148,7 +174,7 @@ class SglangLog(Parser):
         if not isinstance(tokens, list) or not tokens or not all(type(one) is int for one in tokens):
             self.left_out += 1  # several prompts at once, an image, or a level below 3
             return
-        arrival = self._clock.read_text(str(record.get("timestamp")))
+        arrival = self._clock.read(str(record.get("timestamp")))
         session = str(record["obj"].get("session_id") or "")
         self._open[name] = replace(_build(name, arrival, tokens, self._block_tokens), session=session)
 
@@ -165,7 +191,7 @@ class SglangLog(Parser):
 
     def _take_ended(self) -> Iterable[TraceRequest]:
         """Give the requests from the first on that have ended; one that never ends does not hold up the others."""
-        while self._open and (next(iter(self._open)) in self._ended or len(self._open) > MOST_KNOWN):
+        while self._open and (next(iter(self._open)) in self._ended or len(self._open) > MAX_KNOWN):
             name, request = self._open.popitem(last=False)
             self._ended.discard(name)
             yield request
@@ -179,7 +205,7 @@ class _Lengths(Parser):
     """Requests of which only the length is known: every block has an id of its own."""
 
     def __init__(self, block_tokens: int) -> None:
-        self._block_tokens, self._clock, self._fresh = block_tokens, _Clock(), 0
+        self._block_tokens, self._clock, self._fresh = block_tokens, _Clock(), itertools.count()
         self._prompt = self._cached = self.left_out = 0
 
     def _build(self, name: str, arrival_s: float, length: int, cached: int) -> TraceRequest:
@@ -187,11 +213,7 @@ class _Lengths(Parser):
             raise BadFieldError("tokens", f"a prompt of {length} tokens")
         self._prompt, self._cached = self._prompt + length, self._cached + cached
         self.engine_hit_rate = self._cached / self._prompt
-        blocks = -(-length // self._block_tokens)
-        self._fresh += blocks
-        tokens = (self._block_tokens,) * (blocks - 1) + (length - (blocks - 1) * self._block_tokens,)
-        ids = tuple(range(self._fresh - blocks, self._fresh))
-        return TraceRequest(name, arrival_s, ids, tokens, ("other",) * blocks)
+        return build_unshared(name, arrival_s, length, self._block_tokens, self._fresh)
 
 
 class SglangCacheLog(_Lengths):
@@ -203,7 +225,7 @@ class SglangCacheLog(_Lengths):
         found = _SGLANG_BATCH.search(line or b"")
         if found is None:
             return
-        arrival = self._clock.read_text(found[1].decode())
+        arrival = self._clock.read(found[1].decode())
         prompts, new, cached = (int(part) for part in found.groups()[1:])
         for one in range(min(prompts, new + cached)):
             length = (new + cached) // prompts + (one < (new + cached) % prompts)
@@ -223,7 +245,7 @@ class LmcacheLog(_Lengths):
         found = _LMCACHE.search(line or b"")
         if found is None or not self._known.add(found[3].decode("utf-8", "replace")):
             return
-        arrival = self._clock.read_text(f"{found[1].decode()}.{found[2].decode()[:3]:0<3}")
+        arrival = self._clock.read(f"{found[1].decode()}.{found[2].decode()[:3]:0<3}")
         total, hit = int(found[4]), int(found[5])
         yield self._build(found[3].decode("utf-8", "replace"), arrival, total, min(total, hit))
 
@@ -238,7 +260,7 @@ class _Known:
         if name in self._names:
             return False
         self._names[name] = None
-        if len(self._names) > MOST_KNOWN:
+        if len(self._names) > MAX_KNOWN:
             self._names.popitem(last=False)
         return True
 
@@ -248,6 +270,15 @@ def _build(name: str, arrival_s: float, tokens: list[int], block_tokens: int) ->
         raise BadFieldError("tokens", "a token id is negative or too large")
     ids, lengths = cut_into_blocks(tokens, block_tokens)
     return TraceRequest(name, arrival_s, ids, lengths, ("other",) * len(ids))
+
+
+def build_unshared(
+    name: str, arrival_s: float, length: int, block_tokens: int, fresh: Iterator[int], output_tokens: int = 0
+) -> TraceRequest:
+    """Build a request of which only the length is known: its blocks have ids that nobody shares."""
+    tokens = split_length(length, block_tokens)
+    ids = tuple(itertools.islice(fresh, len(tokens)))
+    return TraceRequest(name, arrival_s, ids, tokens, ("other",) * len(ids), output_tokens)
 
 
 LOG_PARSERS: Final[Mapping[str, Callable[[int], Parser]]] = MappingProxyType(

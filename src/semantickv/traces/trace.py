@@ -16,8 +16,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from semantickv.traces.engine_logs import TraceRequest
 from semantickv.traces.formats import FORMATS_WITHOUT_CONTENT, TraceFile
-from semantickv.traces.request import TraceRequest
 from semblend.errors import InputError
 
 BLOCK_TYPES: Final = (
@@ -53,7 +53,8 @@ class Trace:
     arrival_s: FloatArray
     tenant: npt.NDArray[np.int32]
     output_tokens: npt.NDArray[np.int32]
-    ttft_ms: FloatArray  # nan where it was not observed
+    ttft_ms: FloatArray  # nan where it was not observed, as the next one
+    computed_tokens: FloatArray  # of the prompt, by the engine
     type_names: tuple[str, ...]
     tenant_names: tuple[str, ...]
     name: str = "trace"
@@ -125,7 +126,6 @@ class Trace:
         """Yield the requests as values: for tests, exporters and people."""
         for r in range(len(self)):
             blocks = slice(self.starts[r], self.starts[r + 1])
-            ttft = float(self.ttft_ms[r])
             yield TraceRequest(
                 self.request_ids[r] if self.request_ids else str(r),
                 float(self.arrival_s[r]),
@@ -135,7 +135,7 @@ class Trace:
                 int(self.output_tokens[r]),
                 self.tenant_names[self.tenant[r]],
                 self.sessions[r] if self.sessions else "",
-                None if np.isnan(ttft) else ttft,
+                *(None if np.isnan(value[r]) else float(value[r]) for value in (self.ttft_ms, self.computed_tokens)),
             )
 
     def take_first(self, requests: int) -> Trace:
@@ -170,6 +170,7 @@ class Trace:
             tenant=self.tenant[requests],
             output_tokens=self.output_tokens[requests],
             ttft_ms=self.ttft_ms[requests],
+            computed_tokens=self.computed_tokens[requests],
             request_ids=pick(self.request_ids),
             sessions=pick(self.sessions),
         )
@@ -182,7 +183,7 @@ class TraceBuilder:
         self.name, self.format, self.chained, self.sort = name, format, chained, sort
         self._ids, self._tokens, self._types = array("q"), array("i"), array("h")
         self._starts, self._arrival, self._tenant = array("q", [0]), array("d"), array("i")
-        self._output, self._ttft = array("i"), array("d")
+        self._output, self._ttft, self._computed = array("i"), array("d"), array("d")
         self._type_numbers = {kind: number for number, kind in enumerate(BLOCK_TYPES)}
         self._tenant_numbers: dict[str, int] = {}
         self._names: list[str] = []
@@ -212,6 +213,7 @@ class TraceBuilder:
         self._tenant.append(self._tenant_numbers.setdefault(request.tenant, len(self._tenant_numbers)))
         self._output.append(request.output_tokens)
         self._ttft.append(np.nan if request.ttft_ms is None else request.ttft_ms)
+        self._computed.append(np.nan if request.computed_tokens is None else request.computed_tokens)
         self._names.append(request.request_id)
         self._sessions.append(request.session)
 
@@ -226,6 +228,7 @@ class TraceBuilder:
             np.array(self._tenant, dtype=np.int32),
             np.array(self._output, dtype=np.int32),
             np.array(self._ttft, dtype=np.float64),
+            np.array(self._computed, dtype=np.float64),
             tuple(self._type_numbers),
             tuple(self._tenant_numbers) or ("default",),
             self.name,

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from semblend.errors import InputError
 
-MOST_HELD = 4096
+MAX_HELD = 4096
 Json = dict[str, Any]
 log = logging.getLogger("semantickv.traces")
 
@@ -68,7 +68,7 @@ class TraceWriter:
                 self.dropped += 1
                 return
             heapq.heappush(self._held, (ticket, text))
-            if len(self._held) > MOST_HELD:  # one request hangs; the others do not wait for ever
+            if len(self._held) > MAX_HELD:  # one request hangs; the others do not wait for ever
                 self._next_out = self._held[0][0]
             self._flush()
 

@@ -7,7 +7,6 @@ think, which questions are popular and in which order a retriever returned the p
 
 from __future__ import annotations
 
-import gzip
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,11 +16,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from semantickv.traces.request import TraceRequest
 from semantickv.traces.segmentation import Segmenter, TextBlock
-from semantickv.traces.trace import Trace
-from semantickv.workloads.arrivals import Arrivals
+from semantickv.traces.trace import Trace, TraceRequest
+from semantickv.workloads.families import Arrivals
 from semblend.errors import InputError
+from semblend.text.log_lines import open_log, read_lines
 
 BLOCK_TOKENS = 128
 TEXT_ARRIVALS: Final = Arrivals("poisson", rate=0.5, think_s=20.0)
@@ -46,8 +45,8 @@ class TextSource:
         for suffix in (".jsonl.gz", ".jsonl"):
             path = self.folder / f"{relative}{suffix}"
             if path.exists():
-                with gzip.open(path, "rt", encoding="utf-8") if suffix.endswith("gz") else path.open() as stream:
-                    yield from (json.loads(line) for line in stream if line.strip())
+                with open_log(path) as stream:
+                    yield from (json.loads(line) for _, line in read_lines(stream) if line is not None)
                 return
         raise InputError(
             f"{self.folder / relative}.jsonl[.gz] is not there", hint="--data-dir is a folder with chat, rag, ..."

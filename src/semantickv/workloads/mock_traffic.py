@@ -14,7 +14,7 @@ from typing import Any, Final
 from semantickv.traces.collection import Collector
 from semantickv.traces.segmentation import Segmenter, hash_content
 from semantickv.traces.trace_writer import TraceWriter
-from semantickv.workloads.arrivals import Arrivals
+from semantickv.workloads.families import Arrivals
 from semblend.errors import InputError
 
 BASE_MS, TOKEN_MS = 42.0, 0.065

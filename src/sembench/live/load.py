@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import csv
 import hashlib
 import itertools
 import json
@@ -13,12 +12,12 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from semantickv.traces.formats import TraceFile
 from sembench.backends import PromptCall, ServerAnswer, ServerBackend
-from sembench.files import open_output, open_text, read_count
+from sembench.files import open_output, read_count
 from sembench.manifests.cases import Case
 from sembench.manifests.traffic import ConversationTurn
 from sembench.result import LoadPoint, LoadRequest, dump_point, parse_point
@@ -113,68 +112,25 @@ def list_prompts(cases: Iterable[Case], *, with_donors: bool = True) -> Iterator
 def read_trace(
     path: str, *, time_scale: float = 1.0, limit: int | None = None, most_tokens: int | None = None
 ) -> list[RequestArrival]:
-    """Return the arrivals of a Mooncake (JSON Lines) or an Azure (CSV) trace; the first one is at 0 seconds.
+    """Return the arrivals of a trace, such as Mooncake's or Azure's (`semantickv.traces.formats`), from 0 seconds on.
 
-    ``time_scale`` 2 plays it at double speed. Traces hold no text: prompts are made up, and equal hash ids of a
-    Mooncake trace become equal text, so that what was shared stays shared. ``most_tokens`` cuts long prompts.
+    ``time_scale`` 2 plays it at double speed. Traces hold no text: prompts are made up, and equal blocks become equal
+    text, so that what was shared stays shared. ``most_tokens`` cuts long prompts.
     """
     if not time_scale > 0:
         raise InputError(f"--time-scale {time_scale:g} must be above 0", hint="2 plays the trace at double speed")
-    name = path.removesuffix(".gz")
-    with open_text(path) as stream:
-        rows = _read_azure(stream, path) if name.endswith(".csv") else _read_mooncake(stream, path)
-        taken = list(itertools.islice(rows, limit))
-    if not taken:
-        raise InputError(f"{path} holds no requests", hint="pass a Mooncake JSON Lines or an Azure CSV trace")
-    first = min(row.at_s for row in taken)
+    taken = list(itertools.islice(TraceFile(path, any_order=True).read_requests(), limit))
+    first = min(request.arrival_s for request in taken)
     arrivals = []
-    for number, row in enumerate(taken):
-        tokens = row.input_tokens if most_tokens is None else min(row.input_tokens, most_tokens)
-        arrivals.append(
-            RequestArrival((row.at_s - first) / time_scale, _make_text(row, tokens, number), row.output_tokens)
-        )
+    for request in taken:
+        tokens = request.tokens if most_tokens is None else min(request.tokens, most_tokens)
+        text = _make_text(request.block_ids, tokens)
+        arrivals.append(RequestArrival((request.arrival_s - first) / time_scale, text, request.output_tokens))
     return sorted(arrivals, key=lambda arrival: arrival.at_s)
 
 
-@dataclass(frozen=True, slots=True)
-class _TraceRow:
-    at_s: float
-    input_tokens: int
-    output_tokens: int
-    blocks: Sequence[int] = ()
-
-
-def _read_mooncake(lines: Iterable[str], path: str) -> Iterator[_TraceRow]:
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            yield _TraceRow(
-                row["timestamp"] / 1000, row["input_length"], row["output_length"], row.get("hash_ids") or ()
-            )
-        except (ValueError, KeyError, TypeError) as error:
-            raise InputError(
-                f"{path} line {number} is no request of a Mooncake trace: {error}",
-                hint="a line has timestamp, input_length, output_length and hash_ids",
-            ) from None
-
-
-def _read_azure(lines: Iterable[str], path: str) -> Iterator[_TraceRow]:
-    for number, row in enumerate(csv.DictReader(lines), start=2):
-        try:
-            at = datetime.fromisoformat(row["TIMESTAMP"].strip()[:26]).timestamp()
-            yield _TraceRow(at, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(
-                f"{path} line {number} is no request of an Azure trace: {error}",
-                hint="the columns are TIMESTAMP, ContextTokens, GeneratedTokens",
-            ) from None
-
-
-def _make_text(row: _TraceRow, tokens: int, number: int) -> str:
+def _make_text(blocks: Sequence[int], tokens: int) -> str:
     """Make up text of about ``tokens`` tokens. A made-up word takes one to three tokens: two words count as three."""
-    blocks = row.blocks or [-number - 1 - at * 1_000_003 for at in range(math.ceil(tokens / BLOCK_TOKENS))]
     words: list[str] = []
     for block in blocks:
         words.extend(_make_words(block))

@@ -25,7 +25,7 @@ from semblend.errors import InputError
 from semblend.prompt import Prompt
 from semblend.span import Span
 
-_LEAST_BYTES = 1 << 26
+_MIN_BYTES = 1 << 26
 BUILT_IN = ("ours", "none", "block-hash", "lmcache-chunks")
 
 
@@ -74,7 +74,7 @@ class SemblendPlanner:
             given["min_reuse_ratio"] = options.min_reuse_ratio
         self._multi_donor = options.multi_donor
         # Nearly every token has a character or more. The budget reserves address space; memory is taken as it is used.
-        room = max(_LEAST_BYTES, int(options.capacity_chars * BYTES_PER_TOKEN * 1.25))
+        room = max(_MIN_BYTES, int(options.capacity_chars * BYTES_PER_TOKEN * 1.25))
         self._blend = SemBlend(SemBlendConfig(max_donors=1 << 24, max_bytes=room, metrics=False, **given))
         self._blend.on_evicted(_refuse_eviction)
 

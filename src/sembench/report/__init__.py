@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from sembench.report.load_page import render_load_html, render_load_markdown
-from sembench.report.markdown import render_markdown
-from sembench.report.page import render_html
+from sembench.report.page import render_html, render_load_html, render_load_markdown, render_markdown
 from sembench.report.view import ReportView, build_view
 
 __all__ = ["ReportView", "build_view", "render_html", "render_load_html", "render_load_markdown", "render_markdown"]

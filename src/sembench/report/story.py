@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sembench.report.view import ReportView, find_noise_band
-from sembench.report.words import UNKNOWN, format_interval, format_number, format_percent, format_plural, format_ratio
 from sembench.trust import UNSEEN
+from semblend.formatting import UNKNOWN, format_interval, format_number, format_percent, format_plural, format_ratio
 from semblend.web.report import Tile
 
 Show = Callable[[float], str]

@@ -14,8 +14,18 @@ from typing import Any
 
 from sembench.files import open_text
 from sembench.witnesses.audit import strip_id
-from sembench.witnesses.log_lines import Level, LogLine, parse_object, read_level, read_line, read_time
-from sembench.witnesses.parsers import PARSERS, EngineEvent, EngineEventKind, LogParser
+from sembench.witnesses.log_lines import (
+    EngineEvent,
+    EngineEventKind,
+    Level,
+    LogLine,
+    LogParser,
+    parse_object,
+    read_level,
+    read_line,
+    read_time,
+)
+from sembench.witnesses.parsers import PARSERS
 from semblend.errors import InputError
 
 SUMMARY_VERSION = "sembench.engine_events.v1"

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import Enum, StrEnum
-from typing import Any, Protocol
+from typing import Any
 
 from semblend.errors import InputError
 
@@ -186,21 +186,6 @@ def read_level(value: dict[str, Any]) -> Level:
     return Level.PLAIN
 
 
-def read_count(value: dict[str, Any], name: str, where: str, number: int, default: int = 0) -> int:
-    """Return a whole number of 0 or more from a record; the error about anything else names line and field."""
-    found = value.get(name)
-    if found is None:
-        return default
-    if isinstance(found, bool):
-        return int(found)
-    if isinstance(found, int) and found >= 0:
-        return found
-    raise InputError(
-        f"{where}, line {number}, field {name}: {json.dumps(found)[:60]} is not a count",
-        hint="a count is a whole number, 0 or more; --skip-bad goes on without the line",
-    )
-
-
 _FIELD = re.compile(r"(?:^|[\s,])(\w+)=(.*?)(?=[\s,]+\w+=|$)")
 
 
@@ -263,16 +248,36 @@ def make_key(request_id: str | None, *rest: object) -> tuple[object, ...] | None
     return None if request_id is None else (request_id, *rest)
 
 
-class LogParser(Protocol):
+class LogParser:
     """Parses the lines of one engine. It may hold a line back until a later one tells whether both are one event."""
 
-    # Why two lines of this engine are one event, for the summary and the docs.
-    counted_once: str
-    # What the lines cannot prove; empty if there is no such thing.
-    caveat: str
-    # Whether a materialized event is semantic by itself, or needs a semantic hit beside it.
-    receipt_suffices: bool
+    counted_once = ""
+    """Why two lines of this engine are one event, for the summary and the docs."""
+    caveat = ""
+    """What the lines cannot prove; empty if there is no such thing."""
+    receipt_suffices = False
+    """Whether a materialized event is semantic by itself, or needs a semantic hit beside it."""
 
-    def feed(self, line: LogLine) -> Iterable[EngineEvent]: ...
+    def __init__(self, where: str) -> None:
+        self.where = where
 
-    def finish(self) -> Iterable[EngineEvent]: ...
+    def feed(self, line: LogLine) -> Iterable[EngineEvent]:
+        raise NotImplementedError
+
+    def finish(self) -> Iterable[EngineEvent]:
+        """Yield what was held back, at the end of the log."""
+        return ()
+
+    def read_count(self, line: LogLine, record: dict[str, Any], name: str, default: int = 0) -> int:
+        """Return a whole number of 0 or more from a record; the error about anything else names line and field."""
+        found = record.get(name)
+        if found is None:
+            return default
+        if isinstance(found, bool):
+            return int(found)
+        if isinstance(found, int) and found >= 0:
+            return found
+        raise InputError(
+            f"{self.where}, line {line.number}, field {name}: {json.dumps(found)[:60]} is not a count",
+            hint="a count is a whole number, 0 or more; --skip-bad goes on without the line",
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import unquote
@@ -17,7 +17,6 @@ from sembench.witnesses.log_lines import (
     make_key,
     parse_fields,
     parse_object,
-    read_count,
     read_number,
 )
 from semblend.confirm.events import EventKind
@@ -50,23 +49,18 @@ _REFUSAL = re.compile(
 )
 
 
-class VllmParser:
+class VllmParser(LogParser):
     """`SemBlend materializing` announces; only `SemBlend materialized` is counted."""
 
     counted_once = (
         "a donor by request, namespace and length; a hit by request; a load and a materialization by request, donors "
         "and tokens; lines of tensor-parallel ranks above 0 are passed over"
     )
-    caveat = ""
-    receipt_suffices = False
-
-    def __init__(self, where: str = "log") -> None:
-        self._where = where
 
     def feed(self, line: LogLine) -> Iterable[EngineEvent]:
         if line.repeats_rank_zero:
             return
-        record = parse_object(line, self._where, audit='"event"' in line.message)
+        record = parse_object(line, self.where, audit='"event"' in line.message)
         if record is not None:
             yield from self._read_audit(line, record)
             return
@@ -74,9 +68,6 @@ class VllmParser:
             if line.message.startswith(head):
                 yield from _read_vllm_log(line, kind, parse_fields(line.message[len(head) :]))
                 return
-
-    def finish(self) -> Iterable[EngineEvent]:
-        return ()
 
     def _read_audit(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
         name = record.get("event")
@@ -92,9 +83,7 @@ class VllmParser:
         kind = _AUDIT.get(name)
         if kind is None:
             return
-        tokens = read_count(record, "tokens", self._where, line.number) or read_count(
-            record, "token_count", self._where, line.number
-        )
+        tokens = self.read_count(line, record, "tokens") or self.read_count(line, record, "token_count")
         donor = str(record.get("donor_id") or "")
         key = make_key(request_id) if kind is EngineEventKind.SEMANTIC_HIT else make_key(request_id, donor, tokens)
         yield EngineEvent(kind, line.number, key, request_id, tokens=tokens, units=1)
@@ -136,7 +125,7 @@ _PHASE = re.compile(r"^\[FUZZY RADIX\] segmented prefill realized donor phase:\s
 _REQUEST_NAMES = ("request_id", "rid", "req")
 
 
-class SglangParser:
+class SglangParser(LogParser):
     """Joins the provider's line and the radix tree's line.
 
     With a request id in both, the id joins them. Without one, a radix line joins the provider's line that waits
@@ -147,10 +136,9 @@ class SglangParser:
         "a hit by request: the provider's hit line and the radix tree's success line are one; a materialization by "
         "request: donor phases and the Realized line they add up to are one; ranks above 0 are passed over"
     )
-    caveat = ""
-    receipt_suffices = False
 
-    def __init__(self) -> None:
+    def __init__(self, where: str) -> None:
+        super().__init__(where)
         self._waiting_hit = False  # a provider's hit without an id: the next success line may be the same one
         self._phases: list[EngineEvent] = []
 
@@ -233,21 +221,16 @@ def _read_float(pairs: dict[str, str], *names: str) -> float | None:
 # TensorRT-LLM: the connector's audit, one JSON object a line; other lines only tell errors.
 
 
-class TrtllmParser:
+class TrtllmParser(LogParser):
     """The unit of this format is the segment: ``materialized`` counts those that were written."""
 
     counted_once = (
         "a donor by id and length; a hit and a rejection by request; a materialization by request, kind and tokens; "
         "an engine boundary by its requests and layer"
     )
-    caveat = ""
-    receipt_suffices = False
-
-    def __init__(self, where: str = "audit") -> None:
-        self._where = where
 
     def feed(self, line: LogLine) -> Iterable[EngineEvent]:
-        record = parse_object(line, self._where)
+        record = parse_object(line, self.where)
         if record is None:
             return ()
         readers = {
@@ -261,12 +244,9 @@ class TrtllmParser:
         reader = readers.get(name) if isinstance(name, str) else None
         return reader(line, record) if reader else ()
 
-    def finish(self) -> Iterable[EngineEvent]:
-        return ()
-
     def _read_donor(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
         tokens, donor = (
-            self._read_count(line, record, "token_count"),
+            self.read_count(line, record, "token_count"),
             read_text(record.get("donor_id")) or read_text(record.get("request_id")),
         )
         yield EngineEvent(EngineEventKind.DONOR_REGISTERED, line.number, make_key(donor, tokens), donor, tokens, 1)
@@ -274,30 +254,30 @@ class TrtllmParser:
     def _read_lookup(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
         request_id, reason = read_text(record.get("request_id")), read_text(record.get("rejection_reason"))
         if record.get("found") is True:
-            tokens = self._read_count(line, record, "num_new_matched_tokens")
+            tokens = self.read_count(line, record, "num_new_matched_tokens")
             yield EngineEvent(EngineEventKind.SEMANTIC_HIT, line.number, make_key(request_id), request_id, tokens, 1)
         if reason:
             key = make_key(request_id, reason)
             yield EngineEvent(EngineEventKind.REJECTED, line.number, key, request_id, reason=reason)
 
     def _read_plan(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
-        request_id, tokens = read_text(record.get("request_id")), self._read_count(line, record, "covered_token_count")
+        request_id, tokens = read_text(record.get("request_id")), self.read_count(line, record, "covered_token_count")
         key = make_key(request_id, tokens)
-        units = self._read_count(line, record, "segment_count", 1)
+        units = self.read_count(line, record, "segment_count", 1)
         yield EngineEvent(EngineEventKind.LOAD_ADVERTISED, line.number, key, request_id, tokens, units)
 
     def _read_materialized(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
-        units = self._read_count(line, record, "materialized")  # true, or how many segments were written
+        units = self.read_count(line, record, "materialized")  # true, or how many segments were written
         if not units:
             return
-        request_id, tokens = read_text(record.get("request_id")), self._read_count(line, record, "covered_token_count")
+        request_id, tokens = read_text(record.get("request_id")), self.read_count(line, record, "covered_token_count")
         yield EngineEvent(
             EngineEventKind.MATERIALIZED,
             line.number,
             make_key(request_id, record.get("kind"), tokens),
             request_id,
             tokens,
-            max(units, self._read_count(line, record, "segment_count")) if record["materialized"] is True else units,
+            max(units, self.read_count(line, record, "segment_count")) if record["materialized"] is True else units,
             rope_corrected=record.get("requires_rope_correction") is True,
         )
 
@@ -305,9 +285,6 @@ class TrtllmParser:
         requests = record.get("request_ids")
         key = (*map(str, requests), record.get("boundary_layer")) if isinstance(requests, list) and requests else None
         yield EngineEvent(EngineEventKind.ENGINE_BOUNDARY, line.number, key)
-
-    def _read_count(self, line: LogLine, record: dict[str, Any], name: str, default: int = 0) -> int:
-        return read_count(record, name, self._where, line.number, default)
 
 
 # -- LMCache ---------------------------------------------------------------------------------------------------------
@@ -331,7 +308,7 @@ _LOOKUP = re.compile(
 )
 
 
-class LmcacheParser:
+class LmcacheParser(LogParser):
     """`Storing` announces a store: it counts only in a log that has no `Stored` line at all."""
 
     counted_once = (
@@ -339,9 +316,9 @@ class LmcacheParser:
         "announces what Stored reports and is not added to it; ranks above 0 are passed over"
     )
     caveat = "its lines do not tell an exact prefix from a chunk found elsewhere: this is loaded KV, semantic or not"
-    receipt_suffices = False
 
-    def __init__(self) -> None:
+    def __init__(self, where: str) -> None:
+        super().__init__(where)
         self._announced: list[EngineEvent] = []
         self._stored = False
 
@@ -382,21 +359,17 @@ def _make_event(line: LogLine, kind: EngineEventKind, match: re.Match[str]) -> I
 # SemBlend's own audit stream: only a receipt confirms reuse.
 
 
-class SemblendParser:
+class SemblendParser(LogParser):
     """Parses receipts. A receipt whose parts do not add up is refused, not counted."""
 
     counted_once = (
         "a donor by id and generation; a hit, a plan and a confirmed receipt by request; a reason by request, however "
         "many events repeat it"
     )
-    caveat = ""
     receipt_suffices = True
 
-    def __init__(self, where: str = "audit") -> None:
-        self._where = where
-
     def feed(self, line: LogLine) -> Iterable[EngineEvent]:
-        record = parse_object(line, self._where)
+        record = parse_object(line, self.where)
         if record is None or "schema_version" not in record:
             return ()
         readers = {
@@ -412,18 +385,15 @@ class SemblendParser:
         reader = readers.get(EventKind(name)) if name in set(EventKind) else None
         return reader(line, record) if reader else ()
 
-    def finish(self) -> Iterable[EngineEvent]:
-        return ()
-
     def _read_donor(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
-        donor, tokens = str(record.get("donor_id")), self._read_count(line, record, "tokens")
+        donor, tokens = str(record.get("donor_id")), self.read_count(line, record, "tokens")
         key = (donor, record.get("generation"))
         yield EngineEvent(
             EngineEventKind.DONOR_REGISTERED, line.number, key, read_text(record.get("request_id")), tokens, 1
         )
 
     def _read_lookup(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
-        tokens, request_id = self._read_count(line, record, "reusable_tokens"), read_text(record.get("request_id"))
+        tokens, request_id = self.read_count(line, record, "reusable_tokens"), read_text(record.get("request_id"))
         if tokens:
             yield EngineEvent(EngineEventKind.SEMANTIC_HIT, line.number, make_key(request_id), request_id, tokens, 1)
         yield from self._read_refusal(line, record)
@@ -431,7 +401,7 @@ class SemblendParser:
     def _read_plan(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
         spans = record.get("spans")
         units = len(spans) if isinstance(spans, list) else 1
-        tokens = self._read_count(line, record, "reused_tokens")
+        tokens = self.read_count(line, record, "reused_tokens")
         request_id = read_text(record.get("request_id"))
         yield EngineEvent(EngineEventKind.LOAD_ADVERTISED, line.number, make_key(request_id), request_id, tokens, units)
 
@@ -449,7 +419,7 @@ class SemblendParser:
         except (SemBlendError, TypeError) as error:
             what = error.message if isinstance(error, SemBlendError) else str(error)
             raise InputError(
-                f"{self._where}, line {line.number}, field receipt: {what}",
+                f"{self.where}, line {line.number}, field receipt: {what}",
                 hint="a receipt that does not hold proves nothing; --skip-bad goes on without it",
             ) from None
         if receipt.reused_tokens:
@@ -467,21 +437,15 @@ class SemblendParser:
         reason = f"{record.get('where')}: {record.get('message')}"
         yield EngineEvent(EngineEventKind.ERROR, line.number, None, read_text(record.get("request_id")), reason=reason)
 
-    def _read_count(self, line: LogLine, record: dict[str, Any], name: str) -> int:
-        return read_count(record, name, self._where, line.number)
-
 
 # -- all of them -----------------------------------------------------------------------------------------------------
-# One log parser for each engine; all of them return the same events. A parser never guesses from user text.
 
-PARSERS: Mapping[str, Callable[[str], LogParser]] = MappingProxyType(
+PARSERS: Mapping[str, type[LogParser]] = MappingProxyType(
     {
         "vllm": VllmParser,
-        "sglang": lambda _: SglangParser(),
+        "sglang": SglangParser,
         "trtllm": TrtllmParser,
-        "lmcache": lambda _: LmcacheParser(),
+        "lmcache": LmcacheParser,
         "semblend": SemblendParser,
     }
 )
-
-__all__ = ["PARSERS", "EngineEvent", "EngineEventKind", "LogParser"]

@@ -1,7 +1,7 @@
 """Compiled alignment: seeds become maximal matches, matches become a cover. Importing imports numba.
 
-`semblend.align.plain` and `compose` are the readable twins; the tests compare them. Limits come as arguments:
-numba's on-disk cache does not notice when a constant imported from another module changes.
+The tests hold it to a readable twin, ``tests/plain_align.py``. Limits come as arguments: numba's on-disk cache does
+not notice when a constant imported from another module changes.
 """
 
 from __future__ import annotations
@@ -206,7 +206,10 @@ def find_first_unequal(tokens, pieces, log, slots):
 
 @njit(inline="always")
 def _resync(tokens, at, room, log, log_at, log_room, step, shortest, max_edit):
-    """`semblend.align.plain.resync`, to the right (``step`` 1) or to the left (-1); a run of 0 when there is none."""
+    """Find the nearest (skipped in prompt, skipped in donor, run) after which at least ``shortest`` tokens agree.
+
+    To the right (``step`` 1) or to the left (-1); a run of 0 when there is none.
+    """
     for skipped in range(1, 2 * max_edit + 1):
         for ahead in range(max(0, skipped - max_edit), min(skipped, max_edit) + 1):
             behind = skipped - ahead
@@ -221,7 +224,11 @@ def _resync(tokens, at, room, log, log_at, log_room, step, shortest, max_edit):
 
 @njit(nogil=True)
 def bridge(tokens, pieces, log, slots, shortest, floor, max_edit):
-    """Return the pieces with the short runs between and beside them, as `semblend.align.plain.chain_pieces` does."""
+    """Return the pieces with the short runs between and beside them, which no seed guarantees.
+
+    From the end of a piece we look a few tokens ahead in prompt and donor for the place where they agree again, as a
+    genome aligner does between its anchors.
+    """
     out = np.empty((len(pieces) + len(tokens) // shortest + 1, 4), np.int64)
     count = 0
     for i in range(len(pieces)):

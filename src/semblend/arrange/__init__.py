@@ -15,8 +15,7 @@ earlier prompt. Nothing moves without being asked. Beside it: repeats of a passa
 (2, 1, 0)
 """
 
-from semblend.arrange.arrangement import Arrangement, Expected
-from semblend.arrange.arranger import Arranger
+from semblend.arrange.arranger import Arrangement, Arranger, Expected
 from semblend.arrange.groups import (
     ArrangedGroup,
     ArrangedMessages,
@@ -24,12 +23,13 @@ from semblend.arrange.groups import (
     arrange_messages,
     arrange_parts,
 )
-from semblend.arrange.hygiene import find_volatile_fields
-from semblend.arrange.keep import Keep
+from semblend.arrange.hygiene import VolatileField, find_volatile_fields, move_to_end
 from semblend.arrange.marks import PassageGroup
 from semblend.arrange.memory import Sent
+from semblend.arrange.order_limits import OrderLimits
 from semblend.arrange.repeats import Deduplicated, Reference, replace_repeats
-from semblend.arrange.volatile import VolatileField, move_to_end
+
+Keep = OrderLimits  # its name before; one release longer
 
 __all__ = [
     "ArrangedGroup",
@@ -40,6 +40,7 @@ __all__ = [
     "Deduplicated",
     "Expected",
     "Keep",
+    "OrderLimits",
     "PassageGroup",
     "Reference",
     "Sent",

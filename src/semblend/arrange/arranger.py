@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from semblend.arrange.arrangement import Arrangement, Expected
-from semblend.arrange.keep import FREE, Keep, Room, measure_displaced
 from semblend.arrange.memory import Sent, SequenceMemory
+from semblend.arrange.order_limits import FREE, OrderLimits, PlacementCheck, measure_displaced
 from semblend.arrange.repeats import find_repeats
 from semblend.arrange.search import find_longest_path, order_rest
 from semblend.arrange.sequence_file import SequenceFile
@@ -22,6 +23,37 @@ MOST_PASSAGES = 200_000
 CHARS_PER_TOKEN = 4
 """Characters of a token of English, about: a cache's size is told in tokens, passages are counted in characters."""
 Passage = str | Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Sizes of passages, in the arranger's unit: in an exact prefix, in an earlier prompt at any place, in none."""
+
+    exact: int
+    elsewhere: int
+    unseen: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """``order[i]`` is the index of the passage at place i.
+
+    ``repeats`` are pairs ``(index, earlier index)`` of passages that are there twice. ``keys`` and ``root`` are what
+    `Arranger.record` remembers: the passages in their new order, and what stands before them in which namespace.
+    """
+
+    order: tuple[int, ...]
+    repeats: tuple[tuple[int, int], ...]
+    expected: Expected
+    owner: bytes
+    scope: bytes
+    root: bytes
+    keys: tuple[bytes, ...]
+    sizes: tuple[int, ...]
+
+    def to_sent(self) -> Sent:
+        """What is remembered of a prompt in this order."""
+        return Sent(self.owner, self.scope, self.root, self.keys, self.sizes)
 
 
 class Arranger:
@@ -67,7 +99,7 @@ class Arranger:
         *,
         namespace: Namespace | None = None,
         before: str = "",
-        keep: Keep = FREE,
+        keep: OrderLimits = FREE,
         scores: Sequence[float] | None = None,
     ) -> Arrangement:
         """An order of the passages that earlier prompts had, as far as ``keep`` allows.
@@ -186,13 +218,13 @@ class Arranger:
         sizes: Sequence[int],
         scope: bytes,
         root: bytes,
-        keep: Keep,
+        keep: OrderLimits,
         scores: Sequence[float] | None,
     ) -> tuple[list[int], int]:
         """The order, and how many passages of it are an exact prefix; moves less where too much was displaced."""
         reach = keep.within
         while True:
-            room = Room(len(keys), keep, reach)
+            room = PlacementCheck(len(keys), keep, reach)
             path = find_longest_path(self._memory.find_root(root), keys, sizes, room, self._memory.oldest)
             order = order_rest(path, keys, sizes, self._memory, scope, room)
             if scores is None or keep.displaced is None or measure_displaced(order, scores) <= keep.displaced:
@@ -200,7 +232,7 @@ class Arranger:
             reach = (len(keys) if reach is None else min(reach, len(keys))) // 2
 
 
-def _check(passages: Sequence[Passage], keep: Keep, scores: Sequence[float] | None) -> None:
+def _check(passages: Sequence[Passage], keep: OrderLimits, scores: Sequence[float] | None) -> None:
     if isinstance(passages, (str, Prompt)) or not all(isinstance(passage, (str, Prompt)) for passage in passages):
         raise InputError("passages is a list of texts or prompts", hint='arrange(["...", "..."])')
     if scores is not None:
@@ -219,3 +251,43 @@ def _digest(passage: Passage, scope: bytes = b"") -> bytes:
     else:
         raw, kind = passage.token_ids.tobytes(), b"tokens"
     return hashlib.blake2b(raw, digest_size=16, key=scope[:64], person=kind).digest()
+
+
+def group_documents(sizes: Sequence[int], retrievals: Iterable[Sequence[int]], most_size: int) -> list[tuple[int, ...]]:
+    """Documents into prompts to compute ahead, of at most ``most_size``, by the documents' numbers; each stands in one.
+
+    Those that are retrieved together stand together, in their usual order: retrievals are arranged one after the other,
+    as `Arranger` would have sent them, and the orders that came up most often make the first prompts. Documents that no
+    retrieval names stand alone: KV behind a stranger's document has seen what the question does not hold, and answers
+    from it are further from cold (docs/research/arrange.md).
+
+    >>> group_documents([1, 1, 1, 1], [[2, 0], [0, 2], [3, 2]], 2)
+    [(2, 0), (3,), (1,)]
+    """
+    arranger = Arranger(count=lambda name: sizes[int(name)])
+    often: Counter[tuple[int, ...]] = Counter()
+    for retrieved in retrievals:
+        found = arranger.arrange([str(number) for number in retrieved])
+        arranger.record(found)
+        often[tuple(retrieved[index] for index in found.order)] += 1
+    placed: set[int] = set()
+    prompts: list[tuple[int, ...]] = []
+    for order, _ in often.most_common():
+        new = tuple(dict.fromkeys(number for number in order if number not in placed))
+        placed.update(new)
+        prompts += _cut(new, sizes, most_size)
+    return [*prompts, *((number,) for number in range(len(sizes)) if number not in placed)]
+
+
+def _cut(group: Sequence[int], sizes: Sequence[int], most_size: int) -> Iterator[tuple[int, ...]]:
+    """A group in parts that fit a prompt; a document larger than that is a part of its own."""
+    part: list[int] = []
+    size = 0
+    for number in group:
+        if part and size + sizes[number] > most_size:
+            yield tuple(part)
+            part, size = [], 0
+        part.append(number)
+        size += sizes[number]
+    if part:
+        yield tuple(part)

@@ -9,10 +9,9 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from semblend.arrange.arrangement import Arrangement
-from semblend.arrange.arranger import Arranger
-from semblend.arrange.keep import FREE, Keep
+from semblend.arrange.arranger import Arrangement, Arranger
 from semblend.arrange.marks import MARK, PassageGroup, PassageMark, find_groups, read_mark
+from semblend.arrange.order_limits import FREE, OrderLimits
 from semblend.errors import InputError
 from semblend.prompt import Namespace
 
@@ -53,7 +52,7 @@ def arrange_messages(
     messages: Sequence[Mapping[str, object]],
     *,
     namespace: Namespace | None = None,
-    keep: Keep = FREE,
+    keep: OrderLimits = FREE,
 ) -> ArrangedMessages:
     """Arrange the marked parts of OpenAI messages on the client, for any server with a prefix cache.
 
@@ -82,7 +81,7 @@ def arrange_parts(
     groups: Sequence[PassageGroup],
     *,
     namespace: Namespace | None = None,
-    keep: Keep = FREE,
+    keep: OrderLimits = FREE,
 ) -> ArrangedParts:
     """Arrange groups, front to back; ``texts`` are the role and the parts of each message."""
     parts = {group.message: tuple(texts[group.message][1]) for group in groups}

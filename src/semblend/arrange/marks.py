@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from semblend.arrange.keep import FREE, Keep
+from semblend.arrange.order_limits import FREE, OrderLimits
 from semblend.errors import InputError
 
 MARK: Final = "semblend"
@@ -51,7 +51,7 @@ class RequestMarks:
 
     passages: tuple[str, ...] = ()
     listed: tuple[PassageMark, ...] = ()
-    keep: Keep = FREE
+    keep: OrderLimits = FREE
     reuse: bool = True
 
 
@@ -93,7 +93,7 @@ def read_request(value: object) -> RequestMarks:
     return RequestMarks(tuple(passages or ()), mark_listed(passages, scores), keep, reuse is not False)
 
 
-def read_keep(value: object) -> Keep:
+def read_keep(value: object) -> OrderLimits:
     """How far passages may move, as a request says it."""
     if value is None:
         return FREE
@@ -107,7 +107,7 @@ def read_keep(value: object) -> Keep:
     displaced = value.get("displaced")
     if displaced is not None:
         displaced = _read_number(displaced, "semblend.keep.displaced", 1)
-    return Keep(value.get("first") or 0, value.get("last") or 0, value.get("within"), displaced)
+    return OrderLimits(value.get("first") or 0, value.get("last") or 0, value.get("within"), displaced)
 
 
 def mark_listed(passages: Sequence[str] | None, scores: Sequence[float] | None) -> tuple[PassageMark, ...]:
@@ -131,7 +131,7 @@ def find_listed_place(roles: Sequence[object]) -> int:
     return place
 
 
-def find_groups(message: int, marks: Sequence[PassageMark | None], keep: Keep = FREE) -> list[PassageGroup]:
+def find_groups(message: int, marks: Sequence[PassageMark | None], keep: OrderLimits = FREE) -> list[PassageGroup]:
     """The groups of one message, by the marks of its parts, in the order in which they begin."""
     places: dict[str, list[int]] = {}
     for place, mark in enumerate(marks):
@@ -144,7 +144,7 @@ def find_groups(message: int, marks: Sequence[PassageMark | None], keep: Keep = 
 
 
 def _collect_scores(
-    message: int, name: str, marks: Sequence[PassageMark | None], keep: Keep
+    message: int, name: str, marks: Sequence[PassageMark | None], keep: OrderLimits
 ) -> tuple[float, ...] | None:
     known = tuple(mark.score for mark in marks if mark is not None and mark.score is not None)
     where = f"group {name!r} of messages[{message}].content"

@@ -7,8 +7,8 @@ from bisect import insort
 from collections.abc import Mapping, Sequence
 from itertools import islice
 
-from semblend.arrange.keep import Room
 from semblend.arrange.memory import Node, Sent, SequenceMemory
+from semblend.arrange.order_limits import PlacementCheck
 
 MOST_LOOKS = 1_500
 """Branches that the search for the longest path looks at; behind that the best so far is taken."""
@@ -23,7 +23,7 @@ MOST_PAIRS = 300
 class _Walk:
     """Which passages stand on the path so far, with a way back."""
 
-    def __init__(self, keys: Sequence[bytes], sizes: Sequence[int], room: Room) -> None:
+    def __init__(self, keys: Sequence[bytes], sizes: Sequence[int], room: PlacementCheck) -> None:
         self._keys, self._sizes, self._room, self._is_bounded = keys, sizes, room, not room.is_free
         self.left: dict[bytes, list[int]] = {}  # by key; the first index is the last of the list
         for index in reversed(range(len(keys))):
@@ -61,7 +61,7 @@ class _Walk:
 
 
 def find_longest_path(
-    root: Node | None, keys: Sequence[bytes], sizes: Sequence[int], room: Room, oldest: int
+    root: Node | None, keys: Sequence[bytes], sizes: Sequence[int], room: PlacementCheck, oldest: int
 ) -> list[int]:
     """Indices of passages whose keys are a path from the root, of the largest size in sum; the first of equals.
 
@@ -116,7 +116,12 @@ def _get_rank(step: tuple[bytes, Node]) -> tuple[int, bytes]:
 
 
 def order_rest(
-    begun: list[int], keys: Sequence[bytes], sizes: Sequence[int], memory: SequenceMemory, scope: bytes, room: Room
+    begun: list[int],
+    keys: Sequence[bytes],
+    sizes: Sequence[int],
+    memory: SequenceMemory,
+    scope: bytes,
+    room: PlacementCheck,
 ) -> list[int]:
     """The passages behind a path: those that one earlier prompt holds, in its order, and so on; the unseen last."""
     order = list(begun)

@@ -6,7 +6,7 @@ from typing import Any
 
 from semblend.cli.output import table
 from semblend.estimate.answer import describe_left_out
-from semblend.estimate.words import format_number, format_price
+from semblend.formatting import format_percent, format_plural, format_price
 
 TENANTS_SHOWN = 10
 CAVEAT = (
@@ -29,7 +29,7 @@ def _describe(answer: dict[str, Any]) -> str:
     gigabytes = options["cache_tokens"] * rates["kv_bytes_per_token"] / 1e9
     return "\n".join(
         [
-            f"{format_number(total['prompts'], 'prompt')}, {format_number(total['prompt_tokens'], 'token')} "
+            f"{format_plural(total['prompts'], 'prompt')}, {format_plural(total['prompt_tokens'], 'token')} "
             f"(log format {answer['format']}, tokenizer {answer['tokenizer']}{about}{part}{stopped})",
             f"prefix cache: {options['cache_tokens']:,} tokens, {gigabytes:.1f} GB of {rates['model']} KV, "
             f"blocks of {options['block_tokens']}, LRU; donors: {options['donor_tokens']:,} tokens more",
@@ -47,7 +47,7 @@ def _render_rows(answer: dict[str, Any]) -> str:
         (
             f"{number}. {make_printable(row['title'])}",
             f"{row['saved_tokens']:+,}",
-            format_share(row["saved_share"]),
+            format_percent(row["saved_share"], 1),
             f"{row['saved_s']:+,.1f}",
             format_price(row["saved_price"], total["price"]),
             "" if row["rank"] is None else row["rank"],
@@ -58,7 +58,7 @@ def _render_rows(answer: dict[str, Any]) -> str:
         (
             "all of it",
             f"{total['saved_tokens']:+,}",
-            format_share(total["saved_share"]),
+            format_percent(total["saved_share"], 1),
             f"{total['saved_s']:+,.1f}",
             format_price(total["saved_price"], total["price"]),
             "",
@@ -110,18 +110,14 @@ def _render_tallies(name: str, tallies: dict[str, dict[str, Any]]) -> str:
             make_printable(key) or "(none)",
             f"{one['prompts']:,}",
             f"{one['prompt_tokens']:,}",
-            format_share(one["prefix_saved_tokens"] / one["prompt_tokens"]),
-            format_share(one["saved_tokens"] / one["prompt_tokens"]),
+            format_percent(one["prefix_saved_tokens"] / one["prompt_tokens"], 1),
+            format_percent(one["saved_tokens"] / one["prompt_tokens"], 1),
         )
         for key, one in tallies.items()
         if one["prompts"]
     ]
     head = (f"by {name}", "prompts", "tokens", "prefix cache", "up to balanced")
     return table(rows, head=head, right=(1, 2, 3, 4))
-
-
-def format_share(share: float) -> str:
-    return f"{100 * share:.1f} %"
 
 
 def make_printable(text: str) -> str:

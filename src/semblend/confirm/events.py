@@ -1,4 +1,4 @@
-"""The audit stream: one JSON object a line, eight kinds, one table that the schema and the docs are made from.
+"""The audit stream: one JSON object a line, eight kinds. ``events.schema.json`` beside it says what each carries.
 
 An event is made on the lookup path, so making one copies a few references and no more; turning it into JSON
 is the sink's work. No event holds prompt text or a namespace's salt: only counts, ids, digests and reasons.
@@ -16,16 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from semblend.confirm.outcome import Outcome
-from semblend.confirm.receipt import (
-    RECEIPT_FIELDS,
-    SPAN_FIELDS,
-    TEXT_LIMIT,
-    Field,
-    JsonObject,
-    Receipt,
-    object_schema,
-    span_to_dict,
-)
+from semblend.confirm.receipt import TEXT_LIMIT, JsonObject, Receipt, span_to_dict
 from semblend.discover.donor import EvictionReason
 from semblend.errors import ReceiptError
 from semblend.plan.reuse_plan import DeclineReason
@@ -45,98 +36,6 @@ class EventKind(StrEnum):
     REUSE_CONFIRMED = "reuse_confirmed"
     FALLBACK = "fallback"
     ERROR = "error"
-
-
-@dataclass(frozen=True, slots=True)
-class KindSpec:
-    """What an event kind means and carries, besides the envelope."""
-
-    help: str
-    fields: tuple[Field, ...]
-    needs_request: bool = False
-
-
-ENVELOPE: tuple[Field, ...] = (
-    Field("schema_version", "integer", "Version of this format."),
-    Field("time_unix_s", "measure", "When it happened, in seconds since 1970."),
-    Field("event", "name", "The kind."),
-    Field("request_id", "string?", "The request it belongs to; null where there is none."),
-    Field("engine", "string", "The engine; empty where the library is used without one."),
-)
-
-_DETAIL = Field("detail", "text", f"One line for people, at most {TEXT_LIMIT} characters.", required=False)
-_SIMILARITY = Field("similarity", "share", "Best similarity seen: evidence, never permission.", required=False)
-_RECEIPT = Field("receipt", "receipt", "The backend's receipt, where one exists.", required=False)
-
-KINDS: Mapping[EventKind, KindSpec] = MappingProxyType(
-    {
-        EventKind.DONOR_REGISTERED: KindSpec(
-            "A prompt's tokens can be found from now on.",
-            (
-                Field("donor_id", "name", "The donor."),
-                Field("namespace", "digest", "Digest of its namespace."),
-                Field("tokens", "count", "Its length."),
-                Field("generation", "count", "Which registration this is; never the same twice in a store."),
-                Field("blocks", "count", "KV blocks that the engine holds for it.", required=False),
-                Field("bytes", "count", "Memory it takes.", required=False),
-                Field("tier", "name", "Where its KV lies: device, host, disk, …", required=False),
-            ),
-        ),
-        EventKind.DONOR_EVICTED: KindSpec(
-            "A donor is gone and is never served again.",
-            (
-                Field("donor_id", "name", "The donor."),
-                Field("generation", "count", "The registration that ended."),
-                Field("reason", "eviction reason", "Why it went."),
-            ),
-        ),
-        EventKind.LOOKUP: KindSpec(
-            "Donors were searched for a prompt. What was found is evidence; nothing was reused yet.",
-            (
-                Field("prompt_tokens", "count", "Length of the prompt."),
-                Field("seeds", "count", "K-grams that stand for the prompt in the search."),
-                Field("candidates", "count", "Runs of donors that were compared token by token."),
-                Field("lookup_ms", "measure", "Time it took."),
-                Field("exact_tokens", "count", "Tokens the engine held already.", required=False),
-                Field("reusable_tokens", "count", "Token-equal tokens that donors hold.", required=False),
-                Field("donor_ids", "names", "The donors that hold them.", required=False),
-                _SIMILARITY,
-                Field("reason", "decline reason", "Why the lookup ended without a plan.", required=False),
-            ),
-        ),
-        EventKind.REUSE_PLANNED: KindSpec(
-            "A plan was handed to a backend. It is a proposal and never counts as reuse.",
-            (
-                Field("spans", "spans", "The spans, in target order."),
-                Field("reused_tokens", "count", "Tokens inside the spans."),
-                Field("prompt_tokens", "count", "Length of the prompt.", required=False),
-                Field("exact_tokens", "count", "Tokens the engine held already.", required=False),
-                Field("saving_ms", "number", "Expected saving, where the engine's rates are known.", required=False),
-                _SIMILARITY,
-            ),
-        ),
-        EventKind.REUSE_DECLINED: KindSpec(
-            "Nothing is reused: the planner or the backend said no.",
-            (Field("reason", "decline reason", "Why."), _DETAIL, _RECEIPT),
-        ),
-        EventKind.REUSE_CONFIRMED: KindSpec(
-            "The backend confirms that the request ran on donor KV. The only event that counts as reuse.",
-            (Field("receipt", "receipt", "The backend's receipt."),),
-            needs_request=True,
-        ),
-        EventKind.FALLBACK: KindSpec(
-            "The request ran without semantic reuse; expected behaviour, not a failure.",
-            (Field("reason", "decline reason", "Why, where it is known.", required=False), _DETAIL, _RECEIPT),
-        ),
-        EventKind.ERROR: KindSpec(
-            "Something of ours failed. The request ran cold.",
-            (
-                Field("where", "name", "The part that failed."),
-                Field("message", "text", f"What it said, at most {TEXT_LIMIT} characters."),
-            ),
-        ),
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,28 +226,6 @@ def from_receipt(receipt: Receipt, *, time_unix_s: float | None = None) -> Event
     if receipt.outcome is Outcome.BACKEND_DECLINED_REUSE and receipt.reason is not None:
         return reuse_declined(receipt.request_id, receipt.reason, receipt.detail, **common)
     return fallback(receipt.request_id, receipt.reason, receipt.detail, **common)
-
-
-def event_schema() -> JsonObject:
-    """JSON Schema (draft 2020-12) of one line of the stream, made from `KINDS`."""
-    definitions: JsonObject = {
-        "span": object_schema(SPAN_FIELDS, "Token-equal tokens of a donor and of the prompt; half-open, in tokens."),
-        "receipt": object_schema(RECEIPT_FIELDS, "What a backend did with one request."),
-    }
-    for kind, spec in KINDS.items():
-        shape = object_schema((*ENVELOPE, *spec.fields), spec.help)
-        shape["properties"]["schema_version"] = {"const": SCHEMA_VERSION}
-        shape["properties"]["event"] = {"const": str(kind)}
-        if spec.needs_request:
-            shape["properties"]["request_id"] = {"type": "string", "minLength": 1}
-        definitions[str(kind)] = shape
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "$id": f"urn:semblend:event:{SCHEMA_VERSION}",
-        "title": "A line of the semblend audit stream",
-        "oneOf": [{"$ref": f"#/$defs/{kind}"} for kind in KINDS],
-        "$defs": definitions,
-    }
 
 
 def _make_event(

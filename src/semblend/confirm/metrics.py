@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from semblend.confirm.outcome import Outcome
 from semblend.confirm.receipt import Receipt
@@ -64,8 +64,8 @@ METRICS: tuple[MetricSpec, ...] = (
 )
 
 
-class Metrics(Protocol):
-    """What the facade reports. A method must be cheap and must not raise for a valid argument."""
+class Metrics:
+    """What the facade reports; this one counts nothing. A method is cheap and does not raise for a valid argument."""
 
     def lookup(self, seconds: float) -> None:
         """A lookup took this long."""
@@ -76,8 +76,10 @@ class Metrics(Protocol):
     def declined(self, reason: DeclineReason) -> None:
         """The planner declined. (A backend's decline is counted by `confirmed`, from its receipt.)"""
 
-    def outcome(self, outcome: Outcome, engine: str) -> None:
+    def outcome(self, outcome: Outcome, engine: str) -> None:  # noqa: ARG002  (counted by those that count)
         """A request ended without a receipt: routed, discovered only, or cold. Reuse is refused here."""
+        if outcome is Outcome.BACKEND_MATERIALIZED_REUSE:
+            raise ReceiptError("reuse was reported without a receipt", hint="call confirmed(receipt) instead")
 
     def confirmed(self, receipt: Receipt) -> None:
         """A receipt arrived: counts the request, its tokens, its reuse, its risk and its decline."""
@@ -89,33 +91,7 @@ class Metrics(Protocol):
         """The store is gone, and so are its donors."""
 
 
-class NullMetrics:
-    """Counts nothing."""
-
-    def lookup(self, seconds: float) -> None:
-        del seconds
-
-    def similarity(self, value: float) -> None:
-        del value
-
-    def declined(self, reason: DeclineReason) -> None:
-        del reason
-
-    def outcome(self, outcome: Outcome, engine: str) -> None:
-        del engine
-        _refuse_reuse(outcome)
-
-    def confirmed(self, receipt: Receipt) -> None:
-        del receipt
-
-    def donors(self, count: int, bytes_: int, tier: str) -> None:
-        del count, bytes_, tier
-
-    def close(self) -> None:
-        pass
-
-
-class PrometheusMetrics:
+class PrometheusMetrics(Metrics):
     """Counts into a Prometheus registry (the default one where none is given).
 
     Instances on one registry share its collectors: counters add up, and so do the gauges, because each
@@ -139,7 +115,7 @@ class PrometheusMetrics:
         self._collectors["semblend_declines_total"].labels(str(reason)).inc()
 
     def outcome(self, outcome: Outcome, engine: str) -> None:
-        _refuse_reuse(outcome)
+        super().outcome(outcome, engine)
         self._collectors["semblend_requests_total"].labels(str(outcome), engine).inc()
 
     def confirmed(self, receipt: Receipt) -> None:
@@ -171,11 +147,11 @@ class PrometheusMetrics:
 def make_metrics(enabled: bool) -> Metrics:
     """Prometheus metrics on the default registry, or none where they are off or not installed."""
     if not enabled:
-        return NullMetrics()
+        return Metrics()
     try:
         return PrometheusMetrics()
     except MissingDependencyError:
-        return NullMetrics()
+        return Metrics()
 
 
 class _Share:
@@ -216,8 +192,3 @@ def _collectors_of(registry: Any) -> dict[str, Any]:
                 made[spec.name] = classes[spec.kind](spec.name, spec.help, spec.labels, registry=registry, **options)
             _SHARED[registry] = made
         return _SHARED[registry]
-
-
-def _refuse_reuse(outcome: Outcome) -> None:
-    if outcome is Outcome.BACKEND_MATERIALIZED_REUSE:
-        raise ReceiptError("reuse was reported without a receipt", hint="call confirmed(receipt) instead")

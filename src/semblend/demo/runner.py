@@ -12,12 +12,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from semblend.confirm.receipt import Receipt
-from semblend.demo.workloads import Chat, Dialogue, Workload
+from semblend.demo.workloads import Chat, Dialogue, Encodes, Workload
 from semblend.engine.core.engine import Engine
 from semblend.engine.model.model import DecoderModel
 from semblend.errors import SemBlendError
@@ -32,12 +32,6 @@ MODES = ("fast", "balanced")
 COLD = "cold"
 COLD_RUNS = 2
 Say = Callable[[str], None]
-
-
-class Encodes(Protocol):
-    """What the demo needs of a tokenizer."""
-
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> Sequence[int]: ...
 
 
 class Watched(DecoderModel):

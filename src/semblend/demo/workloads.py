@@ -1,15 +1,27 @@
-"""What the demo asks: prompts, the prompts that were served before them, and a dialogue. Plain text, no tokens yet."""
+"""What the demo asks, and the prompts to calibrate on: each with the prompts that were served before it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import random
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import resources
+from typing import Any, Protocol
 
-from semblend.demo import texts
+from semblend.config import SemBlendConfig
 from semblend.errors import InputError
+from semblend.facade import SemBlend
+from semblend.materialize.calibrate import CalibrationPrompt
+from semblend.plan.reuse_plan import ReusePlan
+from semblend.prompt import Namespace, Prompt, TokenArray
+from semblend.span import Span
+from semblend.text.logs import LoggedPrompt
 
 Chat = tuple[dict[str, str], ...]
 SHORT_WORDS, LONG_WORDS = 700, 2900  # about 1,000 and 4,000 tokens
+TEXTS: dict[str, Any] = tomllib.loads((resources.files(__package__) / "texts.toml").read_text(encoding="utf-8"))
+"""Written for the demo."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +68,8 @@ def workloads(*, long: bool = False) -> tuple[Workload, ...]:
 def dialogue(*, long: bool = False) -> Dialogue:
     """A conversation about one document; in its second turn a text is pasted that another conversation has read."""
     words = (LONG_WORDS if long else SHORT_WORDS) // 2
-    plan = texts.lengthen(texts.EXPEDITION, 31, words)
-    pasted = texts.lengthen(texts.LIGHTHOUSE, 37, words)
+    plan = lengthen(TEXTS["expedition"], 31, words)
+    pasted = lengthen(TEXTS["lighthouse"], 37, words)
     return Dialogue(
         "dialogue of three turns",
         "history comes from the exact prefix cache, the pasted text from a donor",
@@ -107,7 +119,7 @@ def _ask(system: str, text: str, question: str) -> Chat:
 
 
 def _same_document(words: int, seed: int = 11, asked: tuple[str, str] = _LIGHTHOUSE_QUESTIONS[1]) -> Workload:
-    document = texts.lengthen(texts.LIGHTHOUSE, seed, words)
+    document = lengthen(TEXTS["lighthouse"], seed, words)
     return Workload(
         "same_document",
         "same document, other question",
@@ -119,7 +131,7 @@ def _same_document(words: int, seed: int = 11, asked: tuple[str, str] = _LIGHTHO
 
 
 def _make_edited_document(words: int, seed: int = 17, asked: tuple[str, str] = _LEASE_QUESTIONS[0]) -> Workload:
-    document = texts.lengthen(texts.LEASE, seed, words)
+    document = lengthen(TEXTS["lease"], seed, words)
     before = _apply_edits(document)
     return Workload(
         "edited_document",
@@ -133,10 +145,10 @@ def _make_edited_document(words: int, seed: int = 17, asked: tuple[str, str] = _
 
 
 def _several_donors(words: int, seed: int = 23, asked: tuple[str, str] = _NOTES_QUESTIONS[0]) -> Workload:
-    notes = (texts.ORCHESTRA, texts.GLASSWORKS, texts.BEES)
-    passages = [texts.lengthen(note, seed + 1000 * n, words // 3) for n, note in enumerate(notes, 1)]
+    notes = ("orchestra", "glassworks", "bees")
+    passages = [lengthen(TEXTS[note], seed + 1000 * n, words // 3) for n, note in enumerate(notes, 1)]
     donors = tuple(
-        _ask(CLERK, f"{texts.write_chronicle(seed + 5000 * n, words // 6)}\n{passage}", "What comes first?")
+        _ask(CLERK, f"{write_chronicle(seed + 5000 * n, words // 6)}\n{passage}", "What comes first?")
         for n, passage in enumerate(passages, 1)
     )
     return Workload(
@@ -157,3 +169,106 @@ def _apply_edits(document: str) -> str:
             raise InputError(f"the text has no {now!r} to edit", hint="keep EDITS in step with the text")
         document = head + before + tail
     return document
+
+
+def write_chronicle(seed: int, words: int) -> str:
+    """About ``words`` words of a daybook; the same for a seed, always, and for another seed another.
+
+    >>> write_chronicle(1, 40) == write_chronicle(1, 40) != write_chronicle(2, 40)
+    True
+    """
+    lines, count = ["From the daybook", ""], 0
+    for entry in _write_entries(seed):
+        lines.append(entry)
+        count += len(entry.split())
+        if count >= words:
+            break
+    return "\n".join(lines) + "\n"
+
+
+def lengthen(text: str, seed: int, words: int) -> str:
+    """``text`` and, where it has fewer than ``words`` words, a chronicle behind it."""
+    lacking = words - len(text.split())
+    return f"{text}\n{write_chronicle(seed, lacking)}" if lacking > 0 else text
+
+
+def _write_entries(seed: int) -> Iterator[str]:
+    rng = random.Random(seed)
+
+    def draw(kind: str) -> str:
+        found: str = rng.choice(TEXTS[kind])
+        return found
+
+    day = rng.randint(1, 40)
+    while True:
+        day += rng.randint(1, 3)
+        what = rng.sample(TEXTS["what"], 2)
+        who = rng.sample(TEXTS["who"], 2)
+        yield (
+            f"Day {day}. {draw('sky')} {who[0]} {draw('did')} {what[0]} {draw('where')}. "
+            f"{draw('after').format(n=rng.randint(2, 60))} {who[1]} {draw('did')} {what[1]} {draw('where')}."
+        )
+
+
+# -- prompts to calibrate on -----------------------------------------------------------------------------------------
+
+MIN_TOKENS = 32
+_CONFIG = SemBlendConfig(embedder="none", metrics=False)
+
+
+class Encodes(Protocol):
+    """What the demo needs of a tokenizer."""
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> Sequence[int]: ...
+
+
+def prompts_of_workloads(workloads: Iterable[Workload], tokenizer: Encodes) -> Iterator[CalibrationPrompt]:
+    """The demo's own prompts."""
+    for workload in workloads:
+        with SemBlend(_CONFIG) as library:
+            for number, donor in enumerate(workload.donors):
+                library.register(Prompt(tokenizer.encode_chat(donor)), donor_id=str(number))
+            found = _prompt(library, Prompt(tokenizer.encode_chat(workload.prompt)))
+        if found is not None:
+            yield found
+
+
+def prompts_of_log(
+    log: Iterable[LoggedPrompt], encode: Callable[[str], Iterable[int]], *, max_tokens: int, vocab: int
+) -> Iterator[CalibrationPrompt]:
+    """Logged prompts in order, each with those before it; tenants stay apart, and too long ones are left out."""
+    with SemBlend(_CONFIG) as library:
+        for logged in log:
+            ids = logged.token_ids if logged.token_ids is not None else list(encode(logged.text or ""))
+            if not 0 < len(ids) <= max_tokens or int(max(ids)) >= vocab:
+                continue
+            prompt = Prompt(ids, namespace=Namespace(tenant=logged.tenant))
+            found = _prompt(library, prompt)
+            if found is not None:
+                yield found
+            library.register(prompt, donor_id=f"line-{logged.line}")
+
+
+def _prompt(library: SemBlend, prompt: Prompt) -> CalibrationPrompt | None:
+    """None where donors hold nothing but what an exact prefix cache would serve: that KV needs no gate."""
+    plan = library.lookup(prompt)
+    if not isinstance(plan, ReusePlan):
+        return None
+    spans = [span for span in plan.spans if span.target_start or span.donor_start]
+    if sum(span.length for span in spans) < MIN_TOKENS:
+        return None
+    names = list(dict.fromkeys(span.donor_id for span in spans))
+    tokens = {name: library.donor_tokens(name) for name in names}
+    return CalibrationPrompt(
+        _tuple(prompt.token_ids),
+        tuple(_tuple(held) for held in tokens.values() if held is not None),
+        tuple(_number_spans(span, names) for span in spans),
+    )
+
+
+def _number_spans(span: Span, names: list[str]) -> Span:
+    return replace(span, donor_id=str(names.index(span.donor_id)), generation=0)
+
+
+def _tuple(tokens: TokenArray) -> tuple[int, ...]:
+    return tuple(int(token) for token in tokens)

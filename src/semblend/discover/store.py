@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from semblend.discover.donor import Donor, Eviction, EvictionReason
-from semblend.discover.index import BYTES_PER_POSTING, FlatIndex, PlainIndex
+from semblend.discover.index import BYTES_PER_POSTING, FlatIndex
 from semblend.discover.slots import EXPIRES, FILL, NAMESPACE, SlotTable, TokenLog, to_microseconds
 from semblend.errors import CapacityError
 from semblend.eviction.policy import guard_policy, make_policy
@@ -52,6 +53,27 @@ class StoreStats:
     budget_bytes: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidates:
+    """For each seed its newest posting, 0 where no donor has it; older postings follow in the index's chains.
+
+    ``now`` is the one moment at which a whole lookup asks who has expired: a donor may not expire halfway through.
+    """
+
+    fingerprint: Fingerprint
+    first: npt.NDArray[np.uint32]
+    namespace_id: int
+    now: int
+
+    def __len__(self) -> int:
+        """Seeds that some donor holds."""
+        return int(np.count_nonzero(self.first))
+
+
+_NO_POSTINGS = np.zeros(0, np.uint32)
+_NO_FINGERPRINT = Fingerprint(np.empty(0, np.int64), np.empty(0, np.uint64))
+
+
 class DonorStore:
     """Thread-safe; every change holds ``lock``, and so must a reader that works with slots.
 
@@ -63,7 +85,6 @@ class DonorStore:
         *,
         max_donors: int,
         max_bytes: int,
-        compiled: bool,
         journal: Journal | None = None,
         clock: Callable[[], float] = time.time,
         eviction: str = "lru",
@@ -75,10 +96,9 @@ class DonorStore:
         self.max_bytes = max_bytes
         self.slots = SlotTable()
         postings = int(capacity * POSTINGS_PER_TOKEN) + 1
-        self.index: FlatIndex | PlainIndex
         try:  # address space is reserved for the whole budget, memory is taken as it is touched
             self.log = TokenLog(int(capacity / FILL) + 1, self.slots)
-            self.index = FlatIndex(postings) if compiled else PlainIndex(postings)
+            self.index = FlatIndex(postings)
         except MemoryError:
             raise CapacityError(
                 f"this machine cannot reserve max_bytes={max_bytes}", hint="lower max_bytes (SEMBLEND_MAX_BYTES)"
@@ -140,19 +160,20 @@ class DonorStore:
                 return None
             return self.log.view(slot).copy()
 
-    def find_namespace_id(self, namespace: Namespace) -> int | None:
-        """Return the number of a namespace; None if it has no donor."""
-        known = self._namespaces.get(namespace)
-        return None if known is None else known[0]
+    def find_candidates(self, fingerprint: Fingerprint, within: Namespace) -> Candidates:
+        """Find the seeds of a fingerprint that donors of the namespace ``within`` hold.
+
+        The caller holds the lock for as long as it uses the candidates.
+        """
+        known = self._namespaces.get(within)
+        if known is None:
+            return Candidates(_NO_FINGERPRINT, _NO_POSTINGS, -2, self.read_clock())
+        first = self.index.probe(fingerprint.hashes, compute_namespace_key(known[0]))
+        return Candidates(fingerprint, first, known[0], self.read_clock())
 
     def read_clock(self) -> int:
         """Return the time in microseconds, as slots keep their expiry."""
         return to_microseconds(self._clock())
-
-    def is_served(self, slot: int, namespace_id: int, now: int) -> bool:
-        """Whether a prompt of this namespace may see the slot's donor."""
-        row = self.slots.rows[slot]
-        return bool(row[NAMESPACE] == namespace_id and row[EXPIRES] > now)
 
     def compute_stats(self) -> StoreStats:
         """Count donors, tokens, postings and bytes."""

@@ -8,10 +8,10 @@ mode says what of a span is computed again.
 - Healing: where loads of one beginning have cost as much as computing it, the next prompt is computed in full, and
   is exact again.
 - A plan that saves fewer tokens than a pass costs (``pass_tokens``) is not begun; in mode balanced also none that
-  computes more than `MOST_SHARE` of what a prefill does.
+  computes more than `MAX_SHARE` of what a prefill does.
 - What mode balanced computes again cannot be replayed without a model. It is taken from measurements, by the order in
   which a prompt holds the reused tokens: from one donor in order, `BALANCED_SHARE` of them; otherwise everything,
-  because the gate sent 219 of 247 such prompts to a prefill (docs/research/decisions/0023-no-passes-in-vain.md).
+  because the gate sent 219 of 247 such prompts to a prefill (docs/research/decisions/break-even.md).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import numpy as np
 from semblend.config import SemBlendConfig
 from semblend.discover.store import BYTES_PER_TOKEN
 from semblend.errors import CapacityError
-from semblend.estimate.prefix_cache import KeyArray, make_cache
+from semblend.estimate.prefix_cache import KeyArray, PrefixCache
 from semblend.facade import SemBlend
 from semblend.materialize.gate.thresholds import PassageOrder, PlanShape
 from semblend.plan.reuse_plan import DeclineReason, ReusePlan
@@ -39,11 +39,11 @@ Mode = Literal["balanced", "fast"]
 BALANCED_SHARE = 0.12
 """Of the reused tokens, computed again by mode balanced in the easy class. On held-out documents under another
 instruction it took .141 of a prompt's FLOPs in all, .02 of which were tokens that no donor had."""
-MOST_SHARE = 0.7
+MAX_SHARE = 0.7
 PASS_TOKENS = 600
 """What a pass costs beside its rows: measured on an H200 with a model of the Qwen2.5-7B shape."""
-MOST_SHARES = 4096
-_LEAST_BYTES = 1 << 16
+MAX_SHARES = 4096
+_MIN_BYTES = 1 << 16
 _REQUEST = "estimate"
 
 
@@ -80,10 +80,10 @@ class AnyOffsetReplay:
         self.too_large = self.failed_lookups = 0
         self.first_failure = ""
         self._block_tokens, self._pass_tokens, self._donor_tokens = block_tokens, pass_tokens, donor_tokens
-        self._cache, self._loaded = (make_cache([max(1, cache_tokens // block_tokens)]) for _ in range(2))
+        self._cache, self._loaded = (PrefixCache([max(1, cache_tokens // block_tokens)]) for _ in range(2))
         self._shares: OrderedDict[bytes, None] = OrderedDict()
         self._debts: OrderedDict[int, int] = OrderedDict()
-        room = max(_LEAST_BYTES, math.ceil(donor_tokens * BYTES_PER_TOKEN))
+        room = max(_MIN_BYTES, math.ceil(donor_tokens * BYTES_PER_TOKEN))
         config = SemBlendConfig(embedder="none", metrics=False, max_donors=max_donors, max_bytes=room)
         self._semblend = SemBlend(config)
         self._seam, self._shortest = config.seam_tokens, config.min_span_tokens
@@ -155,7 +155,7 @@ class AnyOffsetReplay:
         self._cache.replay(keys, 0, exact_blocks)
         self._loaded.replay(keys, 0)
         self._shares[name] = None
-        if len(self._shares) > MOST_SHARES:
+        if len(self._shares) > MAX_SHARES:
             self._shares.popitem(last=False)
 
     def _heals(self, moved: Sequence[Span], keys: KeyArray, asked: int, exact: int, again: int) -> bool:
@@ -169,7 +169,7 @@ class AnyOffsetReplay:
         if debt >= end - exact:
             return True
         self._debts[int(keys[start])] = debt
-        if len(self._debts) > MOST_SHARES:
+        if len(self._debts) > MAX_SHARES:
             self._debts.popitem(last=False)
         return False
 
@@ -196,7 +196,7 @@ class AnyOffsetReplay:
             if shape.order is not PassageOrder.IN_ORDER or shape.in_part:
                 return None
             again = min(reused, max(again, math.ceil(BALANCED_SHARE * reused)))
-            if tokens - exact - reused + again > MOST_SHARE * (tokens - exact):
+            if tokens - exact - reused + again > MAX_SHARE * (tokens - exact):
                 return None
         return again if reused - again > self._pass_tokens else None
 

@@ -1,4 +1,4 @@
-"""Compiled twins of `semblend.estimate.prefix_cache`. Importing this module imports numba."""
+"""The loops of `semblend.estimate.prefix_cache`, compiled. Importing this module imports numba."""
 
 from __future__ import annotations
 

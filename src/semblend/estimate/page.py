@@ -8,18 +8,98 @@ from typing import Any
 
 from semblend.arrange.arranger import CHARS_PER_TOKEN
 from semblend.estimate.answer import describe_left_out
-from semblend.estimate.charts import draw_memory, draw_steps
-from semblend.estimate.words import (
-    format_count,
-    format_number,
-    format_price,
-    format_seconds,
-    format_share,
-    write_headline,
-)
-from semblend.web.figures import Figure
-from semblend.web.report import Tile, render_document, render_figure, render_head, render_tiles
-from semblend.web.tables import render_table
+from semblend.formatting import format_count, format_plural, format_price, format_seconds, format_share
+from semblend.web.charts import Axis, Drawing, Figure, RowFrame, begin_plot, draw_both, is_narrow, spread_out
+from semblend.web.report import Tile, render_document, render_figure, render_head, render_table, render_tiles
+
+
+def write_headline(answer: Mapping[str, Any]) -> str:
+    """Say what the cache does now, which two steps help most, and which ones hurt."""
+    rows = answer["rows"]
+    first, steps = rows[0], rows[1:]
+    if answer["total"]["prompts"] < 2:
+        return "One prompt has nothing to share with: replay a longer log."
+    words = [f"As it is, an exact prefix cache holds {format_share(first['saved_share'])} of the prompt tokens."]
+    best = sorted((row for row in steps if row["saved_share"] >= 0.005), key=lambda row: -row["saved_tokens"])[:2]
+    if best:
+        named = " and ".join(f"“{row['title']}” ({_add_sign(row['saved_share'])})" for row in best)
+        words.append(f"What adds most: {named}.")
+    else:
+        words.append("No step adds as much as half a percent: leave things as they are.")
+    worse = [row["title"] for row in steps if row["saved_share"] <= -0.005]
+    if worse:
+        words.append(f"Leave out what computes more than it saves: {', '.join(f'“{title}”' for title in worse)}.")
+    return " ".join(words)
+
+
+def _add_sign(share: float) -> str:
+    return f"+{format_share(share)}" if share > 0 else format_share(share)
+
+
+_BAR = 18.0
+
+
+def draw_steps(answer: Mapping[str, Any]) -> tuple[str, str]:
+    """One bar for each step, from what the steps before saved to what is saved with it."""
+
+    def draw(width: float) -> Drawing:
+        rows = answer["rows"]
+        most = 44 if is_narrow(width) else 36
+        frame = RowFrame([_shorten(str(row["title"]), most) for row in rows], width, row=_BAR + 8, beside=250.0)
+        drawing, scale = frame.begin(0.0, 1.0, format_share, "of all prompt tokens")
+        before = 0.0
+        for at, row in enumerate(rows):
+            middle = frame.find_middle(at)
+            after = before + row["saved_share"]
+            low, high = sorted((before, after))
+            if at:
+                drawing.add_bar(scale(0), middle - _BAR / 2, scale(low) - scale(0), _BAR, "step-before")
+            kind = "step-prefix" if at == 0 else "step-gain" if after >= before else "step-loss"
+            hover = f"{row['title']}: {row['saved_tokens']:+,} tokens"
+            drawing.add_bar(scale(low), middle - _BAR / 2, max(1.0, scale(high) - scale(low)), _BAR, kind, hover)
+            sign = "+" if at and row["saved_tokens"] > 0 else ""
+            drawing.add_text(scale(high) + 6, middle + 4, f"{sign}{format_share(row['saved_share'])}")
+            before = after
+        return drawing
+
+    return draw_both(draw, "Bars: share of the prompt tokens that each step saves on top of those before it")
+
+
+def draw_memory(answer: Mapping[str, Any]) -> tuple[str, str]:
+    """Two curves over the size of the cache: prompts as they are, and as the steps would send them."""
+    curves, whole = answer["curves"], max(1, answer["total"]["prompt_tokens"])
+    sizes = curves["cache_tokens"]
+
+    def draw(width: float) -> Drawing:
+        narrow = is_narrow(width)
+        x = Axis(sizes[0], max(sizes[-1], sizes[0] + 1), format_count, log=True, ticks=sizes[::2] if narrow else sizes)
+        words = "tokens of KV in the cache, by ratio"
+        drawing, across, up = begin_plot(
+            width, 250, x, Axis(0.0, 1.0, format_share), words, left=44, right=16 if narrow else 96
+        )
+        now = across(answer["options"]["cache_tokens"])
+        drawing.add_line(now, up.end, now, up.start, "ceiling")
+        drawing.add_text(now + 4, up.end + 10, "now", "tick")
+        ends = []
+        for name, kind, told in (("as_it_is", "before", "as it is"), ("after_steps", "after", "with the steps")):
+            shares = [hits / whole for hits in curves[name]]
+            points = [(across(size), up(share)) for size, share in zip(sizes, shares, strict=True)]
+            drawing.add_curve(points, f"curve {kind}")
+            for (left, down), size, share in zip(points, sizes, shares, strict=True):
+                drawing.add_dot(left, down, 4, kind, f"{told}, {size:,} tokens: {format_share(share)}")
+            ends.append((points[-1][1], told))
+        if not narrow:
+            ends.sort()
+            for place, (_, told) in zip(spread_out([y for y, _ in ends], 14, up.start), ends, strict=True):
+                drawing.add_text(across.end + 10, place + 4, told)
+        return drawing
+
+    return draw_both(draw, "Curves: share of the prompt tokens in an exact prefix cache, by its size")
+
+
+def _shorten(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
 
 TENANTS_SHOWN = 20
 
@@ -69,7 +149,7 @@ def _list_subtitle(answer: Mapping[str, Any]) -> list[str]:
     total = answer["total"]
     return [
         _name_log(answer),
-        format_number(total["prompts"], "prompt"),
+        format_plural(total["prompts"], "prompt"),
         f"{format_count(total['prompt_tokens'])} tokens",
         "" if answer["sample"] == 1 else f"a sample of {answer['sample']:.0%}",
         "" if answer["complete"] else "stopped before the end",
@@ -132,7 +212,7 @@ def _render_break(kind: str, one: Mapping[str, Any]) -> str:
     first, *rest = [_render_example(example) for example in one["examples"]]
     more = f"<details><summary>{len(rest)} more</summary>{''.join(rest)}</details>" if rest else ""
     return (
-        f'<section class="card break"><h3>{escape(kind)}</h3><p class="dim">{format_number(one["prompts"], "prompt")}, '
+        f'<section class="card break"><h3>{escape(kind)}</h3><p class="dim">{format_plural(one["prompts"], "prompt")}, '
         f"{format_count(one['tokens'])} tokens</p>{first}{more}</section>"
     )
 

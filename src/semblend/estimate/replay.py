@@ -7,22 +7,252 @@ What a step saves is the difference between the tokens computed before it and wi
 
 from __future__ import annotations
 
-from collections import Counter
+from bisect import bisect_right
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from itertools import pairwise
 from typing import Any
+
+import numpy as np
 
 from semblend.errors import InputError
 from semblend.estimate.any_offset import PASS_TOKENS, AnyOffsetReplay, ReuseCount
-from semblend.estimate.breaks import Break, BreakKind, BreakLog
-from semblend.estimate.prefix_cache import BlockHasher, KeyArray, make_cache
+from semblend.estimate.prefix_cache import BlockHasher, KeyArray, PrefixCache
 from semblend.estimate.steps import Parts, Step
-from semblend.estimate.tally import GroupTallies
-from semblend.estimate.token_parts import PartTokens
 from semblend.prompt import Namespace, Prompt, TokenArray
 from semblend.text.logs import LoggedPrompt
-from semblend.text.parts import Splitter, join_parts, split_parts
+from semblend.text.parts import Part, Splitter, join_parts, split_parts
 from semblend.text.tokenization import Tokenizer
+
+BUCKET_EDGES = (256, 1024, 4096, 16_384, 65_536)
+MAX_TENANTS = 1000
+OTHERS = "(other tenants)"
+
+
+@dataclass(slots=True)
+class GroupTally:
+    """Tokens of the prompts of a group: in all, saved by the exact prefix cache, saved by every step up to balanced."""
+
+    prompts: int = 0
+    prompt_tokens: int = 0
+    prefix_saved_tokens: int = 0
+    saved_tokens: int = 0
+
+
+class GroupTallies:
+    """Tallies by prompt length and by tenant; tenants beyond the first thousand share one."""
+
+    def __init__(self) -> None:
+        self._buckets = [GroupTally() for _ in range(len(BUCKET_EDGES) + 1)]
+        self._tenants: dict[str, GroupTally] = {}
+
+    def add(self, tenant: str, tokens: int, computed_prefix: int, computed: int) -> None:
+        if tenant not in self._tenants and len(self._tenants) >= MAX_TENANTS:
+            tenant = OTHERS
+        for tally in (
+            self._buckets[bisect_right(BUCKET_EDGES, tokens)],
+            self._tenants.setdefault(tenant, GroupTally()),
+        ):
+            tally.prompts += 1
+            tally.prompt_tokens += tokens
+            tally.prefix_saved_tokens += tokens - computed_prefix
+            tally.saved_tokens += tokens - computed
+
+    def list_lengths(self) -> dict[str, dict[str, Any]]:
+        return {name: asdict(tally) for name, tally in zip(bucket_names(), self._buckets, strict=True)}
+
+    def list_tenants(self) -> dict[str, dict[str, Any]]:
+        """The largest first."""
+        largest = sorted(self._tenants.items(), key=lambda item: -item[1].prompt_tokens)
+        return {name: asdict(tally) for name, tally in largest}
+
+
+def bucket_names() -> list[str]:
+    """Names of the prompt length buckets.
+
+    >>> bucket_names()[:2]
+    ['under 256', '256-1023']
+    """
+    middle = [f"{low}-{high - 1}" for low, high in pairwise(BUCKET_EDGES)]
+    return [f"under {BUCKET_EDGES[0]}", *middle, f"{BUCKET_EDGES[-1]} and more"]
+
+
+MAX_CACHED_TOKENS = 8_000_000
+
+
+class PartTokens:
+    """Token ids of parts, remembered while there is room: passages and templates come again and again."""
+
+    def __init__(self, tokenizer: Tokenizer, most_tokens: int = MAX_CACHED_TOKENS) -> None:
+        self.tokenizer = tokenizer
+        self.texts_encoded = 0
+        self._known: OrderedDict[str, TokenArray] = OrderedDict()
+        self._held = 0
+        self._most = most_tokens
+
+    def encode(self, parts: Sequence[Part]) -> TokenArray:
+        """The token ids of a prompt."""
+        arrays = [part.token_ids if part.token_ids is not None else self._encode(part.text) for part in parts]
+        if len(arrays) == 1:
+            return arrays[0]
+        return np.concatenate(arrays) if arrays else np.zeros(0, np.int32)
+
+    def _encode(self, text: str) -> TokenArray:
+        tokens = self._known.get(text)
+        if tokens is not None:
+            self._known.move_to_end(text)
+            return tokens
+        self.texts_encoded += 1
+        tokens = self.tokenizer.encode(text)
+        self._known[text] = tokens
+        self._held += len(tokens)
+        while self._held > self._most:
+            _, gone = self._known.popitem(last=False)
+            self._held -= len(gone)
+        return tokens
+
+
+EXAMPLES = 3
+RECENT_PROMPTS = 256
+MAX_TEXT_CHARS = 200_000
+MAX_RECENT_CHARS = 8_000_000
+CONTEXT_CHARS = 80
+SHOWN_CHARS = 120
+
+
+class BreakKind(StrEnum):
+    """Why a prompt was not hit further; the words of the report."""
+
+    FIELD = "a field in front changes"
+    TOOLS = "tools in another order"
+    REPEATS = "text that the prompt has twice"
+    ORDER = "passages in another order"
+    EVICTED = "evicted before it came again"
+    PLACE = "same text at another place"
+    SMALL = "same text elsewhere, too little for a pass"
+    REST = "what follows is new"
+    NEW = "nothing like it before"
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """A prompt that was hit no further: why, before which stage, and what mending it would have saved."""
+
+    kind: BreakKind
+    stage: int
+    prompt_tokens: int
+    hit_tokens: int
+    lost_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class BreakExample:
+    """One prompt: where its prefix broke, and the text around that place, here and in the earlier prompt."""
+
+    line: int
+    request_id: str
+    prompt_tokens: int
+    position_tokens: int
+    position_chars: int | None
+    before: str
+    here: str
+    earlier: str | None
+
+
+@dataclass(slots=True)
+class BreakTally:
+    """Prompts of one kind, and the tokens that mending it would have saved."""
+
+    prompts: int = 0
+    tokens: int = 0
+    examples: list[BreakExample] = field(default_factory=list)
+
+
+class BreakLog:
+    """Counts breaks by kind and shows the first of each. Keeps the latest prompts for comparison, and no others.
+
+    A prompt comes as the texts that were sent at each stage: a break that a step mends is shown as it was before that
+    step, so that what earlier steps mend does not stand in front of it.
+    """
+
+    def __init__(self, *, redacted: bool = False) -> None:
+        self._redacted = redacted
+        self._recent: deque[tuple[Namespace, Sequence[str]]] = deque()
+        self._chars = 0
+        self.kinds: dict[BreakKind, BreakTally] = {kind: BreakTally() for kind in BreakKind}
+
+    def add(self, found: Break | None, logged: LoggedPrompt, namespace: Namespace, texts: Sequence[str]) -> None:
+        """Count a prompt; None stands for one that did not break. ``texts`` are empty where the log holds no text."""
+        if found is not None:
+            tally = self.kinds[found.kind]
+            tally.prompts += 1
+            tally.tokens += found.lost_tokens
+            if len(tally.examples) < EXAMPLES:
+                tally.examples.append(self._show(found, logged, namespace, texts))
+        if texts:
+            self._remember(namespace, [text[:MAX_TEXT_CHARS] for text in texts])
+
+    def _remember(self, namespace: Namespace, texts: Sequence[str]) -> None:
+        self._recent.append((namespace, texts))
+        self._chars += sum(map(len, texts))
+        while len(self._recent) > RECENT_PROMPTS or self._chars > MAX_RECENT_CHARS:
+            self._chars -= sum(map(len, self._recent.popleft()[1]))
+
+    def _show(self, found: Break, logged: LoggedPrompt, namespace: Namespace, texts: Sequence[str]) -> BreakExample:
+        name = self._hide(logged.request_id)
+        if not texts:
+            return BreakExample(logged.line, name, found.prompt_tokens, found.hit_tokens, None, "", "", None)
+        text = texts[found.stage]
+        common, earlier = 0, None
+        for other_namespace, others in self._recent:
+            if other_namespace == namespace:
+                shared = count_common(text, others[found.stage])
+                if shared >= common:
+                    common, earlier = shared, others[found.stage]
+        return BreakExample(
+            logged.line,
+            name,
+            found.prompt_tokens,
+            found.hit_tokens,
+            common,
+            self._hide(text[max(0, common - CONTEXT_CHARS) : common]),
+            self._hide(text[common : common + SHOWN_CHARS]),
+            None if earlier is None else self._hide(earlier[common : common + SHOWN_CHARS]),
+        )
+
+    def _hide(self, text: str) -> str:
+        return redact(text) if self._redacted else text
+
+    def to_dict(self) -> dict[str, Any]:
+        return {kind.value: asdict(tally) for kind, tally in self.kinds.items() if tally.prompts}
+
+
+def count_common(one: str, other: str) -> int:
+    """Leading characters that two texts share.
+
+    >>> count_common("prefix", "preface")
+    4
+    """
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def redact(text: str) -> str:
+    """The shape of a text without its words: letters become x, digits 0; blanks and punctuation stay.
+
+    >>> redact("Müller owes 30 €.")
+    'xxxxxx xxxx 00 €.'
+    """
+    return "".join("0" if char.isdigit() else "x" if char.isalnum() else char for char in text)
+
 
 PREFIX, ARRANGE, BALANCED, FAST = "prefix", "arrange", "balanced", "fast"
 _CURVE = (0.25, 0.5)
@@ -88,7 +318,7 @@ class _Stage:
         sizes = [size // options.block_tokens for size in options.curve_tokens]
         self._block_tokens = options.block_tokens
         self._at = sizes.index(options.cache_tokens // options.block_tokens)
-        self._cache = make_cache(sizes)
+        self._cache = PrefixCache(sizes)
         self.computed_tokens = self.changed_prompts = 0
         self.hits_by_size = [0] * len(sizes)
 

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from semblend.arrange import Arranger, Keep, VolatileField, arrange_parts, replace_repeats
-from semblend.arrange.keep import FREE
+from semblend.arrange import Arranger, OrderLimits, VolatileField, arrange_parts, replace_repeats
+from semblend.arrange.hygiene import WINDOW_CHARS, cut_fields
 from semblend.arrange.marks import MOST_MARKED, PassageMark, find_groups
+from semblend.arrange.order_limits import FREE
 from semblend.arrange.repeats import TEMPLATE_BY_START
-from semblend.arrange.volatile import WINDOW_CHARS, cut_fields
 from semblend.prompt import NO_NAMESPACE, Namespace
 from semblend.text.parts import Part, join_parts
 
@@ -27,7 +27,7 @@ class Step(Protocol):
     @property
     def name(self) -> str: ...
 
-    def apply(self, parts: Parts, namespace: Namespace, keep: Keep = FREE, /) -> Parts:
+    def apply(self, parts: Parts, namespace: Namespace, keep: OrderLimits = FREE, /) -> Parts:
         """The prompt as it would be sent; the very same object where nothing changes. ``keep`` is the request's."""
 
     def scale(self, factor: int, /) -> Step:
@@ -44,7 +44,7 @@ class MoveFields:
     def scale(self, _: int) -> MoveFields:
         return self
 
-    def apply(self, parts: Parts, _: Namespace, __: Keep = FREE) -> Parts:
+    def apply(self, parts: Parts, _: Namespace, __: OrderLimits = FREE) -> Parts:
         if not self.fields:
             return parts
         kept: list[Part] = []
@@ -84,7 +84,7 @@ class SortTools:
     def scale(self, _: int) -> SortTools:
         return self
 
-    def apply(self, parts: Parts, _: Namespace, __: Keep = FREE) -> Parts:
+    def apply(self, parts: Parts, _: Namespace, __: OrderLimits = FREE) -> Parts:
         places = [at for at, part in enumerate(parts) if part.kind == "tool"]
         tools = [parts[at] for at in places]
         ordered = sorted(tools, key=lambda tool: tool.text)
@@ -100,7 +100,7 @@ class DropRepeats:
     def scale(self, _: int) -> DropRepeats:
         return self
 
-    def apply(self, parts: Parts, _: Namespace, __: Keep = FREE) -> Parts:
+    def apply(self, parts: Parts, _: Namespace, __: OrderLimits = FREE) -> Parts:
         places = [at for at, part in enumerate(parts) if part.kind in ("passage", "result")]
         chars = {parts[at].text: parts[at].chars for at in places}
         if len(chars) == len(places):
@@ -131,7 +131,7 @@ class ArrangePassages:
     def scale(self, factor: int) -> ArrangePassages:
         return ArrangePassages(self._cache_tokens * factor)
 
-    def apply(self, parts: Parts, namespace: Namespace, keep: Keep = FREE) -> Parts:
+    def apply(self, parts: Parts, namespace: Namespace, keep: OrderLimits = FREE) -> Parts:
         marks = [PassageMark(part.group, part.score) if part.kind == "passage" else None for part in parts]
         groups = [group for group in find_groups(0, marks) if len(group.places) <= MOST_MARKED]
         if not groups:

@@ -1,4 +1,4 @@
-"""The compiled code of `Adaptive`; its plain twin `adaptive.PlainAdaptive` explains it. Importing this imports numba.
+"""The compiled code of `Adaptive`; ``tests/plain_adaptive.py`` is its plain twin. Importing this imports numba.
 
 The simulator's loop and the class that engines hold call the same functions over the same arrays:
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from semblend.config import EVICTION_POLICIES
 from semblend.errors import ConfigError
 from semblend.eviction.plan import AdaptivePlan, limit_history
+
+T = TypeVar("T")
 
 
 class EvictionPolicy(Protocol):
@@ -119,33 +120,31 @@ class GuardedPolicy:
         return -1 if self._policy is None else self._policy.epoch
 
     def use(self, keys: Sequence[int], *, told: int = 0, session: int = 0, sizes: Sequence[int] | None = None) -> None:
-        if self._policy is not None:
-            try:
-                self._policy.use(keys, told=told, session=session, sizes=sizes)
-            except Exception as error:
-                self._give_up(error)
+        self._ask(lambda policy: policy.use(keys, told=told, session=session, sizes=sizes))
 
     def price(self, keys: Sequence[int]) -> list[float]:
-        if self._policy is not None:
-            try:
-                prices = [float(price) for price in self._policy.price(keys)]
-                if len(prices) == len(keys) and all(price == price for price in prices):  # NaN has no order
-                    return prices
-                raise ValueError(f"{len(prices)} prices for {len(keys)} blocks, or not all of them numbers")
-            except Exception as error:
-                self._give_up(error)
-        return [0.0] * len(keys)
+        return self._ask(lambda policy: _check_prices(policy.price(keys), len(keys))) or [0.0] * len(keys)
 
     def forget(self, key: int) -> None:
-        if self._policy is not None:
-            try:
-                self._policy.forget(key)
-            except Exception as error:
-                self._give_up(error)
+        self._ask(lambda policy: policy.forget(key))
 
-    def _give_up(self, error: BaseException) -> None:
-        self._policy = None
-        self._on_failure(error)
+    def _ask(self, question: Callable[[EvictionPolicy], T]) -> T | None:
+        """The policy's answer; None from its first failure on, which is told."""
+        if self._policy is None:
+            return None
+        try:
+            return question(self._policy)
+        except Exception as error:
+            self._policy = None
+            self._on_failure(error)
+            return None
+
+
+def _check_prices(prices: Sequence[float], blocks: int) -> list[float]:
+    found = [float(price) for price in prices]
+    if len(found) != blocks or any(price != price for price in found):  # NaN has no order
+        raise ValueError(f"{len(found)} prices for {blocks} blocks, or not all of them numbers")
+    return found
 
 
 def make_policy(name: str, capacity: int, *, chained: bool = True, items: int | None = None) -> EvictionPolicy | None:
@@ -161,15 +160,10 @@ def make_policy(name: str, capacity: int, *, chained: bool = True, items: int | 
         raise ConfigError(f"eviction={name!r} is no policy", hint="one of " + ", ".join(EVICTION_POLICIES))
     items = capacity if items is None else items
     if name == "adaptive":
-        plan = AdaptivePlan.build(capacity, history=limit_history(items))
-        if find_spec("numba") is None:
-            from semblend.eviction.adaptive import PlainAdaptive
-
-            return PlainAdaptive(capacity, chained=chained, plan=plan)
         from semblend.eviction.adaptive import Adaptive, compile_kernels
 
         compile_kernels()
-        return Adaptive(capacity, chained=chained, plan=plan)
+        return Adaptive(capacity, chained=chained, plan=AdaptivePlan.build(capacity, history=limit_history(items)))
     if name == "lru2":
         return Lru2(items)
     return None if name == "lru" else Lfu() if name == "lfu" else Slru()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import OrderedDict
 from dataclasses import asdict, dataclass
+from importlib import resources
 from itertools import count
 from typing import Any
 
@@ -16,7 +18,6 @@ from semblend.config import SemBlendConfig
 from semblend.confirm.sinks import MemorySink
 from semblend.discover.donor import Donor
 from semblend.errors import InputError
-from semblend.explorer import examples
 from semblend.facade import SemBlend
 from semblend.plan.reuse_plan import ReusePlan
 from semblend.prompt import Namespace, Prompt, TokenArray
@@ -68,7 +69,8 @@ class ExplorerApp:
         }
 
     def examples(self) -> dict[str, Any]:
-        return {"examples": examples.as_json()}
+        """Donors to register, a prompt to ask with, and what to look for."""
+        return {"examples": json.loads((resources.files(__package__) / "examples.json").read_text(encoding="utf-8"))}
 
     def add_donor(self, body: dict[str, Any]) -> dict[str, Any]:
         asked = _read(body)

@@ -1,7 +1,7 @@
 """Paraphrase evidence: a prompt as one unit vector, so that a cosine says how similar two prompts are.
 
-An embedding suggests and never permits: only equal tokens authorize reuse (docs/research/decisions/0010). Donors and
-queries go through the same `embed`, so a prompt has cosine 1 with itself.
+An embedding suggests and never permits: only equal tokens authorize reuse (decisions/evidence.md). Donors and queries
+go through the same `embed`, so a prompt has cosine 1 with itself.
 """
 
 from __future__ import annotations
@@ -191,10 +191,10 @@ def _cut_between_words(text: str, start: int, end: int) -> str:
     return text[start:end].strip()
 
 
-# -- Embedders that need model files: static word vectors, and all-MiniLM-L6-v2 through ONNX Runtime or torch.
+# -- Embedders that need model files: static word vectors, and all-MiniLM-L6-v2 through ONNX Runtime.
 #
 # Files and packages are checked when an embedder is made; the model itself loads at the first `embed`, which
-# `semblend.discover.evidence` calls on its own thread, so that nobody's request waits for it.
+# `semblend.discover.similarity` calls on its own thread, so that nobody's request waits for it.
 
 
 Vector = npt.NDArray[np.float32]
@@ -216,7 +216,7 @@ class StaticEmbedder:
     """A sum of fixed word-piece vectors: no transformer, no order, a few milliseconds a prompt.
 
     A piece that occurs n times counts 1 + ln(n), not n: in long texts the function words would otherwise drown the
-    subject, and every two documents of a language would look alike (docs/research/decisions/0011 has the figures).
+    subject, and every two documents of a language would look alike (decisions/evidence.md has the figures).
     """
 
     name = "static"
@@ -296,12 +296,6 @@ class _StaticTable:
         )
 
 
-class Encoder(Protocol):
-    """The model behind a `MiniLmEmbedder`: texts in, one vector for each out."""
-
-    def encode(self, texts: list[str]) -> Matrix: ...
-
-
 class MiniLmEmbedder:
     """all-MiniLM-L6-v2 over windows of the whole text; each window counts the same."""
 
@@ -310,7 +304,7 @@ class MiniLmEmbedder:
     window_overlap = 50
     window_limit = 8
 
-    def __init__(self, encoder: Encoder, name: str = "minilm") -> None:
+    def __init__(self, encoder: OnnxEncoder, name: str = "minilm") -> None:
         self.name = name
         self._encoder = encoder
 
@@ -369,33 +363,6 @@ class OnnxEncoder:
                 f"ONNX Runtime could not start {self._provider}", hint="check the CUDA and cuDNN libraries it needs"
             )
         return session
-
-
-class SentenceTransformersEncoder:
-    """MiniLM in sentence-transformers, where ONNX Runtime is not installed.
-
-    torch's thread pool belongs to the whole process, and an engine may live in it, so its size is left alone.
-    """
-
-    def __init__(self, files: MiniLmFiles, device: str = "cpu") -> None:
-        require("sentence_transformers")
-        self._files = files
-        self._device = device
-        self._lock = threading.Lock()  # fast tokenizers refuse a second caller ("Already borrowed")
-        self._model: Any = None
-
-    def encode(self, texts: list[str]) -> Matrix:
-        """Encode texts; return one vector of length 1 for each."""
-        with self._lock:
-            if self._model is None:
-                from sentence_transformers import SentenceTransformer
-
-                self._model = SentenceTransformer(str(self._files.folder), device=self._device, local_files_only=True)
-                self._model.max_seq_length = MINILM_MAX_TOKENS
-            vectors = self._model.encode(
-                texts, batch_size=BATCH_WINDOWS, normalize_embeddings=True, show_progress_bar=False
-            )
-        return np.asarray(vectors, dtype=np.float32)
 
 
 def require(*packages: str, hint: str = INSTALL_EMBEDDER) -> None:
@@ -484,7 +451,7 @@ class LexicalEmbedder:
 
     name = "lexical"
     dimension = 512
-    gram_weights = ((1, 1.0), (2, 0.5))  # tokens find what was retold, pairs keep strangers apart (decision 0011)
+    gram_weights = ((1, 1.0), (2, 0.5))  # tokens find what was retold, pairs keep strangers apart
     window_tokens = 4096
     window_limit = 16  # all of a prompt up to 64 K tokens, evenly spread samples beyond
 
@@ -542,8 +509,7 @@ def _describe(name: str, models_dir: Path) -> EmbedderRow:
     if name == "static" and (static := find_static(models_dir)) is not None:
         return EmbedderRow(name, True, str(static.matrix))
     if name in ("minilm", "onnx_gpu") and (minilm := find_minilm(models_dir)) is not None:
-        runner = "ONNX Runtime" if is_installed("onnxruntime") else "sentence-transformers"
-        return EmbedderRow(name, True, f"{minilm.folder} ({runner})")
+        return EmbedderRow(name, True, f"{minilm.folder} (ONNX Runtime)")
     return EmbedderRow(name, True, "needs no files")
 
 
@@ -567,15 +533,8 @@ def _make_static(models_dir: Path) -> Embedder:
 
 
 def _make_minilm(models_dir: Path) -> Embedder:
-    """Make MiniLM in ONNX Runtime or else in sentence-transformers."""
-    files = _find_minilm_files("minilm", models_dir)
-    if is_installed("onnxruntime") and is_installed("tokenizers"):
-        return MiniLmEmbedder(OnnxEncoder(files))
-    if files.safetensors is not None and is_installed("sentence_transformers"):
-        return MiniLmEmbedder(SentenceTransformersEncoder(files))
-    raise MissingDependencyError(
-        "embedder minilm: neither onnxruntime nor sentence-transformers is installed", hint=INSTALL_EMBEDDER
-    )
+    """Make MiniLM in ONNX Runtime on the CPU."""
+    return MiniLmEmbedder(OnnxEncoder(_find_minilm_files("minilm", models_dir)))
 
 
 def _make_onnx_gpu(models_dir: Path) -> Embedder:

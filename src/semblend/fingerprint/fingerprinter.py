@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from semblend.fingerprint import hashes as plain
 from semblend.fingerprint.hashes import DEFAULT_SCHEME, HashArray, HashScheme, PositionArray
 from semblend.prompt import Prompt
 
@@ -21,16 +20,13 @@ class Fingerprint:
 
 
 class Fingerprinter:
-    """Selects the seeds of prompts by one `HashScheme`; compiled if numba is installed, else in plain numpy."""
+    """Selects the seeds of prompts by one `HashScheme`."""
 
-    def __init__(self, scheme: HashScheme = DEFAULT_SCHEME, *, compiled: bool) -> None:
+    def __init__(self, scheme: HashScheme = DEFAULT_SCHEME) -> None:
+        from semblend.fingerprint import kernels
+
         self.scheme = scheme
-        if compiled:
-            from semblend.fingerprint import kernels
-
-            self._minimizers = kernels.select_minimizers
-        else:
-            self._minimizers = plain.select_minimizers
+        self._minimizers = kernels.select_minimizers
 
     def fingerprint(self, prompt: Prompt) -> Fingerprint:
         """Select the seeds of a prompt."""

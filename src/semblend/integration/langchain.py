@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from semblend.arrange import Arranger, Keep
+from semblend.arrange import Arranger, OrderLimits
 from semblend.errors import InputError, MissingDependencyError
 from semblend.prompt import Namespace
 
@@ -33,12 +33,12 @@ class ArrangeDocuments(BaseDocumentTransformer):
         *,
         namespace: Namespace | None = None,
         before: str = "",
-        keep: Keep | None = None,
+        keep: OrderLimits | None = None,
         render: Callable[[Document], str] | None = None,
         score_key: str = "",
     ) -> None:
         self.arranger = Arranger() if arranger is None else arranger
-        self._namespace, self._before, self._keep = namespace, before, keep or Keep()
+        self._namespace, self._before, self._keep = namespace, before, keep or OrderLimits()
         self._render = render or (lambda document: document.page_content)
         self._score_key = score_key
 

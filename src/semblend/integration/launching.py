@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from semblend.config import SETTINGS, read_engine_variable, set_variable, write_engine_variable
 from semblend.errors import ConfigError, SemBlendError
-from semblend.integration.desk.settings import DeskSettings, list_own_settings, read_settings
+from semblend.session.settings import LocalSettings, list_own_settings, read_settings
 
 
 class LauncherParser(argparse.ArgumentParser):
@@ -21,7 +21,7 @@ class LauncherParser(argparse.ArgumentParser):
         self.exit(2, f"error: {message}\nhint: {self.prog} --help shows how it is used\n")
 
 
-def add_settings_flag(parser: argparse.ArgumentParser, kind: type[DeskSettings]) -> None:
+def add_settings_flag(parser: argparse.ArgumentParser, kind: type[LocalSettings]) -> None:
     """``--semblend NAME=VALUE``, as often as one likes."""
     parser.add_argument(
         "--semblend",
@@ -33,7 +33,7 @@ def add_settings_flag(parser: argparse.ArgumentParser, kind: type[DeskSettings])
     )
 
 
-def pass_settings_on(engine: str, kind: type[DeskSettings], settings: Sequence[str], **more: Any) -> None:
+def pass_settings_on(engine: str, kind: type[LocalSettings], settings: Sequence[str], **more: Any) -> None:
     """Check the settings, and leave them and ``more`` where the processes find them that the engine starts."""
     own: dict[str, Any] = dict(read_engine_variable(engine))
     of_engine = list_own_settings(kind)

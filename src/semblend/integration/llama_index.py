@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from semblend.arrange import Arranger, Keep
+from semblend.arrange import Arranger, OrderLimits
 from semblend.errors import MissingDependencyError
 from semblend.prompt import Namespace
 
@@ -29,7 +29,7 @@ class ArrangeNodes(BaseNodePostprocessor):
     arranger: Any = Field(default_factory=Arranger, exclude=True)
     namespace: Any = Field(default=None, exclude=True)
     before: str = ""
-    keep: Any = Field(default_factory=Keep, exclude=True)
+    keep: Any = Field(default_factory=OrderLimits, exclude=True)
 
     @classmethod
     def class_name(cls) -> str:
@@ -40,7 +40,7 @@ class ArrangeNodes(BaseNodePostprocessor):
     ) -> list[NodeWithScore]:
         del query_bundle
         arranger: Arranger = self.arranger
-        keep: Keep = self.keep
+        keep: OrderLimits = self.keep
         namespace: Namespace | None = self.namespace
         found = arranger.arrange(
             [node.node.get_content(metadata_mode=MetadataMode.LLM) for node in nodes],

@@ -1,7 +1,7 @@
 """Rules that choose which reused tokens to compute again: plain arrays in, ascending target positions out.
 
 Every rule of `SELECTIONS` has one signature, ``(Scores) -> positions``, so a benchmark or a gate can change the rule
-and nothing else. The measurements are in docs/research/decisions/0021-quality-gate.md.
+and nothing else. The measurements are in docs/research/decisions/quality-gate.md.
 """
 
 from __future__ import annotations

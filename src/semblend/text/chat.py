@@ -21,7 +21,7 @@ from semblend.arrange.marks import (
     read_mark,
 )
 from semblend.errors import InputError
-from semblend.text.parts import LEAST_PASSAGE_CHARS, TURN, Part, join_parts
+from semblend.text.parts import MIN_PASSAGE_CHARS, TURN, Part, join_parts
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _CALL_BLOCKS = ("tool_use", "server_tool_use", "mcp_tool_use", "function_call", "tool_call")
@@ -140,7 +140,7 @@ def _assume_passages(found: list[Part], where: str) -> list[Part]:
     last = max(at for at, part in enumerate(found) if part.kind == "text")
     return [
         Part(part.text, "passage", where)
-        if part.kind == "text" and at != last and len(part.text) >= LEAST_PASSAGE_CHARS
+        if part.kind == "text" and at != last and len(part.text) >= MIN_PASSAGE_CHARS
         else part
         for at, part in enumerate(found)
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -11,12 +10,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from semblend.errors import InputError
+from semblend.text.log_lines import open_log, read_lines
 
 TEXT_FIELDS = ("text", "content", "page_content", "passage", "body")
 NAME_FIELDS = ("id", "_id", "doc_id", "document_id", "name")
 RETRIEVED_FIELDS = ("passages", "documents", "docs", "contexts", "ctxs", "retrieved")
 TEXT_FILES = (".txt", ".md", ".rst", ".html", ".csv", ".json", ".xml", ".log")
-LARGEST_FILE_BYTES = 64 << 20
+MAX_FILE_BYTES = 64 << 20
 SAMPLE_CHARS = 20_000
 LOOK_BYTES = 8192
 """So much of a file is looked at for zero bytes, as git does: text in UTF-8 has none."""
@@ -120,7 +120,7 @@ def _read_folder(folder: Path) -> Iterator[CorpusDocument]:
             if name.startswith(".") or file.suffix.lower() not in TEXT_FILES or not file.is_file():
                 continue
             try:
-                raw = file.read_bytes() if file.stat().st_size <= LARGEST_FILE_BYTES else None
+                raw = file.read_bytes() if file.stat().st_size <= MAX_FILE_BYTES else None
             except OSError as error:
                 raise InputError(f"cannot read {file}: {error.strerror}", hint="check its permissions") from None
             if raw is None:
@@ -141,18 +141,12 @@ def _read_rows(file: Path) -> Iterator[CorpusDocument]:
 
 
 def _read_json(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    opened = gzip.open if file.suffix == ".gz" else open
-    try:
-        with opened(file, "rt", encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError):
-                    raise InputError(f"{file}, line {number} is not JSON", hint="one object a line") from None
-                if not isinstance(row, dict):
-                    raise InputError(f"{file}, line {number} is no object", hint='like {"text": "..."}')
-                yield number, row
-    except (OSError, UnicodeDecodeError, EOFError) as error:
-        raise InputError(f"cannot read {file}: {error}", hint="a JSONL file in UTF-8, or packed as .gz") from None
+    with open_log(file) as stream:
+        for number, line in read_lines(stream):
+            try:
+                row = json.loads(line or b"")
+            except (ValueError, RecursionError):
+                raise InputError(f"{file}, line {number} is not JSON", hint="one object a line, in UTF-8") from None
+            if not isinstance(row, dict):
+                raise InputError(f"{file}, line {number} is no object", hint='like {"text": "..."}')
+            yield number, row

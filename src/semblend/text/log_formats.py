@@ -35,6 +35,7 @@ Record = dict[str, Any]
 
 _STRING = r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|None)"""
 _VLLM = re.compile(rf"(?:Received request|Request) (\S+?):? (?:details: )?prompt: {_STRING}(?=, |\.)", re.DOTALL)
+_VLLM_TIME = re.compile(r" (\d\d-\d\d \d\d:\d\d:\d\d) ")
 _VLLM_IDS = re.compile(r"prompt_token_ids: \[([\d, ]*)\]")
 _LORA = re.compile(r"lora_name='([^']*)'")
 _SGLANG = re.compile(rf"Receive: obj=\w+\((?:rid={_STRING}, )?(?:.{{0,200}}?\b)text={_STRING}( \.\.\. )?", re.DOTALL)
@@ -46,6 +47,14 @@ _QUEUED_EVENTS = ("request.received",)
 
 class UnusableLineError(ValueError):
     """A line that should hold a prompt and does not."""
+
+
+class BadFieldError(UnusableLineError):
+    """A field of the current line cannot be used."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"field {field!r}: {problem}")
+        self.field, self.problem = field, problem
 
 
 def recognise_line(raw: bytes) -> str | None:
@@ -108,7 +117,10 @@ def read_text_list(value: str) -> Any:
 
 
 def read_records(format: str, raw: bytes) -> Iterator[Record]:
-    """The records of one line; none where it is about something else. Raises what `json.loads` raises."""
+    """The records of one line; none where it is about something else. Raises what `json.loads` raises.
+
+    ``logged_at`` is the time of vLLM's log, which has no year: ``08-01 21:24:09``.
+    """
     return _READERS[format](raw)
 
 
@@ -147,7 +159,8 @@ def _read_vllm(raw: bytes) -> Iterator[Record]:
     found = _VLLM.search(text)
     if found is None:
         return
-    record: Record = {"request_id": found.group(1)}
+    time = _VLLM_TIME.search(text, 0, found.start() + 1)
+    record: Record = {"request_id": found.group(1), "logged_at": time and time.group(1)}
     ids = _VLLM_IDS.search(text, found.end())
     lora = _LORA.search(text, found.end())
     if lora:

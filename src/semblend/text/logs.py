@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from semblend.arrange.keep import FREE, Keep
 from semblend.arrange.marks import MARK, RequestMarks, read_request
+from semblend.arrange.order_limits import FREE, OrderLimits
 from semblend.errors import InputError, TokenError
 from semblend.prompt import TokenArray, as_token_array
 from semblend.text.block_traces import list_block_parts
@@ -30,10 +30,9 @@ from semblend.text.log_formats import (
     read_text_list,
     recognise_line,
 )
-from semblend.text.log_lines import STDIN, open_log, read_lines
+from semblend.text.log_lines import MAX_LINE_BYTES, STDIN, open_log, read_lines
 from semblend.text.parts import Part, join_parts, mark_texts
 
-MAX_LINE_BYTES = 64 * 1024 * 1024
 TEXT_FIELDS = ("prompt", "text", "input")
 TOKEN_FIELDS = ("token_ids", "prompt_token_ids")
 TENANT_FIELDS = ("tenant", "tenant_id", "user")
@@ -72,7 +71,7 @@ class LoggedPrompt:
     parts: tuple[Part, ...] = ()
     answer: str = ""
     is_chat: bool = False
-    keep: Keep = FREE
+    keep: OrderLimits = FREE
     reuse: bool = True
     messages: tuple[Mapping[str, Any], ...] = ()
     tools: tuple[Any, ...] = ()

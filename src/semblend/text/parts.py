@@ -36,8 +36,8 @@ Splitter = Literal["auto", "marked", "paragraphs", "none"]
 SPLITTERS: tuple[Splitter, ...] = ("auto", "marked", "paragraphs", "none")
 TURN = "turn"
 """Group of the text between two turns of a chat: turns stay parts of their own, because they come again as they are."""
-LEAST_PASSAGE_CHARS = 40
-LEAST_PARAGRAPH_CHARS = 200
+MIN_PASSAGE_CHARS = 40
+MIN_PARAGRAPH_CHARS = 200
 _WORDS = "document|passage|source|context|doc|chunk|snippet|result|reference|article|example|evidence"
 _HEADER = re.compile(
     rf"^[ \t]*(?:#{{1,4}} |\*\*)?(?:(?:{_WORDS})[ \t]*[#(\[]{{0,2}}\d{{1,4}}[)\]]{{0,2}}|\[\d{{1,4}}\])"
@@ -227,7 +227,7 @@ def _find_behind(headers: Sequence[tuple[int, int]], text: str) -> Iterator[tupl
             blank = _BLANK_LINE.search(text, start)
             end = blank.start() if blank else len(text)
         end = start + len(text[start:end].rstrip())
-        if end - start >= LEAST_PASSAGE_CHARS:
+        if end - start >= MIN_PASSAGE_CHARS:
             yield start, end, 0
 
 
@@ -246,7 +246,7 @@ def _find_tagged(text: str) -> Iterator[tuple[int, int, int]]:
             start, end = opened[2], opened[2] + len(text[opened[2] : match.start()].rstrip())
             if last is not None and text[last : opened[1]].strip():
                 run += 1
-            if end - start >= LEAST_PASSAGE_CHARS:
+            if end - start >= MIN_PASSAGE_CHARS:
                 yield start, end, run
             last, opened = match.end(), None
 
@@ -256,7 +256,7 @@ def _find_paragraphs(text: str) -> Iterator[tuple[int, int, int]]:
     run, at = 0, 0
     for end in [*(match.start() for match in _BLANK_LINE.finditer(text)), len(text)]:
         start = at + len(text[at:end]) - len(text[at:end].lstrip())
-        if end - start >= LEAST_PARAGRAPH_CHARS:
+        if end - start >= MIN_PARAGRAPH_CHARS:
             yield start, start + len(text[start:end].rstrip()), run
         elif text[start:end].strip():
             run += 1

@@ -32,7 +32,7 @@ _PIECE = re.compile(
     r"|[\x00-\x20\x7f]{1,16}(?![^\x00-\x20\x7f])"  # a run of blanks, less the one that belongs to the next word
     r"|[\x00-\x20\x7f]"
 )
-_MOST_CACHED_PIECES = 1 << 20
+_MAX_CACHED_PIECES = 1 << 20
 
 
 class Tokenizer(Protocol):
@@ -53,7 +53,7 @@ class _PieceIds(dict[str, int]):
     """Piece to id, hashed once per piece; emptied when it grows large, which changes no id."""
 
     def __missing__(self, piece: str) -> int:
-        if len(self) >= _MOST_CACHED_PIECES:
+        if len(self) >= _MAX_CACHED_PIECES:
             self.clear()
         digest = hashlib.blake2b(piece.encode("utf-8", "surrogatepass"), digest_size=4).digest()
         token_id = int.from_bytes(digest, "big") & 0x7FFF_FFFF

@@ -16,9 +16,9 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
-from semblend.arrange import Keep
-from semblend.arrange.keep import FREE
+from semblend.arrange import OrderLimits
 from semblend.arrange.marks import MOST_MARKED
+from semblend.arrange.order_limits import FREE
 from semblend.errors import InputError
 from semblend.quality import QUALITY_HINT, QUALITY_MODES, parse_quality
 from semblend.wire.body import ClosedBody, InOrder, Name, StrictBody, TokenId, Within, refuse, show
@@ -120,7 +120,7 @@ class ReuseOptions:
     quality: str | None = None
     reuse: bool = True
     salt: str = ""
-    keep: Keep = FREE
+    keep: OrderLimits = FREE
 
 
 class SemblendBody(ClosedBody):

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from semblend.arrange import Keep, PassageGroup
+from semblend.arrange import OrderLimits, PassageGroup
 from semblend.arrange.marks import LARGEST_SCORE, LONGEST_GROUP, MOST_MARKED, PassageMark, find_groups
 from semblend.errors import InputError
 from semblend.wire.body import ClosedBody, Within
@@ -32,18 +32,18 @@ class PartMark(ClosedBody):
 
 
 class KeepBody(ClosedBody):
-    """How far passages may move; see `semblend.arrange.Keep`."""
+    """How far passages may move; see `semblend.arrange.OrderLimits`."""
 
     first: Places | None = None
     last: Places | None = None
     within: Places | None = None
     displaced: Annotated[float, Within(0, 1)] | None = None
 
-    def to_keep(self) -> Keep:
-        return Keep(self.first or 0, self.last or 0, self.within, self.displaced)
+    def to_keep(self) -> OrderLimits:
+        return OrderLimits(self.first or 0, self.last or 0, self.within, self.displaced)
 
 
-def find_marked_groups(message: int, marks: Sequence[PartMark | None], keep: Keep) -> list[PassageGroup]:
+def find_marked_groups(message: int, marks: Sequence[PartMark | None], keep: OrderLimits) -> list[PassageGroup]:
     """The groups of one message, by the marks of its parts; `ApiError` 400 for marks that do not fit together."""
     with refused_as(f"messages[{message}].content"):
         return find_groups(message, [None if mark is None else mark.to_mark() for mark in marks], keep)

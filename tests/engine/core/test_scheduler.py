@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from semblend.engine.model.paged_kv import KvPool
 from semblend.engine.model.sampling import make_generator
 from semblend.fairness import count_places
 from semblend.prompt import Namespace, Prompt
+from semblend.session.session import ReuseSession, SessionRequest
 from semblend.wire.request import Request
 from semblend.wire.sampling import Sampling
 
@@ -41,7 +43,8 @@ class World:
         request = Request(name, prompt, Sampling(max_tokens=answer))
         stream, text = Stream(name), AnswerText(NoText())
         known = prompt.token_ids.tolist()
-        sequence = Sequence(request, prompt, stream, text, make_generator(0), tokens + answer, known)
+        session = ReuseSession(SessionRequest(name, prompt), "fast")
+        sequence = Sequence(request, session, stream, text, make_generator(0), tokens + answer, known)
         self.scheduler.add(sequence)
         return sequence
 
@@ -142,7 +145,7 @@ def test_a_known_prefix_is_shared_and_the_last_token_is_always_computed():
     world.radix.insert(digest, first.tokens, first.blocks, exact_until=1 << 62)
     again = world.add("a", 8)
     batch = world.scheduler.schedule()
-    assert again.exact_tokens == 4  # not 8: the second block holds the token whose logits are asked for
+    assert again.session.exact_tokens == 4  # not 8: the second block holds the token whose logits are asked for
     assert again.blocks[0] == first.blocks[0]
     assert [(p.start, p.end) for p in batch.pieces if p.sequence is again] == [(4, 8)]
 
@@ -185,13 +188,18 @@ def test_everything_ends_in_any_pool_and_no_block_is_left(asked, blocks, step_to
     assert world.pool.used_blocks == 0
 
 
+def put_prompt(sequence: Sequence, prompt: Prompt) -> None:
+    sequence.session.request = replace(sequence.session.request, prompt=prompt)
+    sequence.tokens = prompt.token_ids.tolist()
+
+
 def twins(world: World, *names: str, tokens: int = 24) -> list[Sequence]:
     """The same prompt under several names."""
     made = []
     for name in names:
         made.append(world.add(name, tokens))
         prompt = Prompt(range(tokens))
-        made[-1].prompt, made[-1].tokens = prompt, prompt.token_ids.tolist()
+        put_prompt(made[-1], prompt)
     return made
 
 
@@ -202,13 +210,13 @@ def test_of_equal_prompts_that_come_at_once_one_is_computed_and_the_others_find_
     assert world.step() == {"a": 24, "other": 8}  # who has nothing to wait for goes ahead
     world.radix.insert(first.namespace.digest, first.tokens[:24], first.blocks[:6], exact_until=24)
     assert world.step() == {"a": 1, "other": 1, "b": 4, "c": 4}
-    assert [one.exact_tokens for one in others] == [20, 20]
+    assert [one.session.exact_tokens for one in others] == [20, 20]
 
 
 def test_equal_prompts_of_different_namespaces_do_not_wait_for_each_other():
     world = World(step_tokens=100)
     _, other = twins(world, "a", "b")
-    other.prompt = Prompt(other.tokens, namespace=Namespace(tenant="t"))
+    put_prompt(other, Prompt(other.tokens, namespace=Namespace(tenant="t")))
     assert world.step() == {"a": 24, "b": 24}
 
 
@@ -216,7 +224,7 @@ def test_a_request_does_not_wait_for_a_short_shared_beginning():
     world = World(step_tokens=100)
     _, longer = twins(world, "a", "b")
     tokens = [*longer.tokens[:8], *range(500, 530)]
-    longer.prompt, longer.tokens = Prompt(tokens), tokens
+    put_prompt(longer, Prompt(tokens))
     assert world.step() == {"a": 24, "b": 38}
 
 
@@ -226,7 +234,7 @@ def test_a_twin_whose_first_is_gone_is_computed():
     assert world.step() == {"a": 10}
     world.scheduler.remove(first)
     assert world.step() == {"b": 10}
-    assert second.exact_tokens == 0
+    assert second.session.exact_tokens == 0
 
 
 # -- between tenants -------------------------------------------------------------------------------------------------

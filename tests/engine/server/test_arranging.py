@@ -45,7 +45,7 @@ def server():
     with (
         SemBlend(SemBlendConfig(metrics=False)) as library,
         run_server(FakeEngine(library)) as live,
-        httpx.Client(base_url=live.url, timeout=120) as client,
+        httpx.Client(base_url=live.url, timeout=300) as client,
     ):
         client.live = live
         yield client
@@ -121,7 +121,7 @@ def test_an_order_never_crosses_a_tenant_or_a_salt():
     with (
         SemBlend(SemBlendConfig(metrics=False)) as library,
         run_server(FakeEngine(library), tenants=tenants) as live,
-        httpx.Client(base_url=live.url, timeout=120) as client,
+        httpx.Client(base_url=live.url, timeout=300) as client,
     ):
         mine, theirs = ({"Authorization": f"Bearer {name * 8}", "X-Tenant-ID": "one"} for name in ("one", "two"))
         ask(client, write_body(DOCS[:3], "one?"), headers=mine)
@@ -238,7 +238,7 @@ def serve_small_model():
     engine = LocalEngine(assemble(model, pool_tokens=8192, **parts), Characters())
     engine.start()
     try:
-        with run_server(engine) as live, httpx.Client(base_url=live.url, timeout=60) as client:
+        with run_server(engine) as live, httpx.Client(base_url=live.url, timeout=300) as client:
             yield client
     finally:
         engine.close()

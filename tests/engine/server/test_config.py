@@ -11,7 +11,7 @@ from semblend.errors import ConfigError
 
 
 def test_the_flags_the_server_and_the_engine_have_the_same_defaults():
-    flags, server, engine = build_parser().parse_args(["serve"]), ServeConfig(), EngineConfig()
+    flags, server, engine = build_parser(["serve"]).parse_args(["serve"]), ServeConfig(), EngineConfig()
     for name in ("max_running", "max_waiting", "step_tokens"):
         assert getattr(flags, name) == getattr(server, name) == getattr(engine, name)
     for name in ("pool_tokens", "donor_device_bytes", "donor_disk_bytes", "donor_dir", "device", "dtype"):

@@ -51,7 +51,7 @@ def serve() -> Iterator[Any]:
     yield start
     for server, thread, sock in stops:
         server.should_exit = True
-        thread.join(10)
+        thread.join(300)
         sock.close()
 
 
@@ -87,7 +87,7 @@ def test_requests_appear_as_strips_with_their_outcomes(serve, tmp_path):
 
 
 def ask_all(url: str, *texts: str, **more: Any) -> list[int]:
-    with httpx.Client(timeout=60) as http:
+    with httpx.Client(timeout=300) as http:
         bodies = [{"messages": [{"role": "user", "content": text}], "max_tokens": 2} | more for text in texts]
         return [http.post(f"{url}/v1/chat/completions", json=body).status_code for body in bodies]
 
@@ -124,7 +124,7 @@ def test_requests_that_were_abandoned_or_refused_say_so(serve, tmp_path):
     body = {"messages": [{"role": "user", "content": "When does the ferry leave?"}]}
 
     async def ask_and_leave() -> None:
-        async with httpx.AsyncClient(timeout=60) as http:
+        async with httpx.AsyncClient(timeout=300) as http:
 
             async def see(*states: str) -> None:
                 news: list[str] = []

@@ -35,7 +35,7 @@ SHAPE = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 512,
 }  # fmt: skip
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 VICTIM = {"prompt": list(range(5, 69)), "max_tokens": 24, "temperature": 0, "ignore_eos": True, "logprobs": 0}
 KEYS = Tenants({"sk-hostile": "hostile", "sk-victim": "victim"}, admin_keys=["sk-root"])
 DOCUMENT = write_document(most_n=8, need_key=True)
@@ -167,7 +167,7 @@ class Server:
     def __exit__(self, *rest: Any) -> None:
         self.engine.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(300)
         self._loop.close()
 
     def run(self, work: Any) -> Any:

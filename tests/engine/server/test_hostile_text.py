@@ -100,7 +100,7 @@ async def reach(engine: FakeEngine, **limits: Any) -> AsyncIterator[Any]:
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
     thread.start()
     try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{sock.getsockname()[1]}", timeout=30) as http:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{sock.getsockname()[1]}", timeout=300) as http:
             yield http
     finally:
         server.should_exit = True

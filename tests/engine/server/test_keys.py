@@ -98,7 +98,7 @@ def test_a_key_that_is_given_twice_is_refused(tmp_path):
 
 
 def config(*words: str) -> ServeConfig:
-    return serve._make_config(build_parser().parse_args(["serve", *words]))
+    return serve._make_config(build_parser(["serve"]).parse_args(["serve", *words]))
 
 
 def test_file_variables_and_flags_add_up(tmp_path, monkeypatch, capsys):

@@ -14,7 +14,7 @@ pytest.importorskip("fastapi", reason="the server needs fastapi")
 from semblend.engine.server.tokenizing import TokenizerPool
 from semblend.wire.errors import ApiError
 
-WAIT_S = 20.0
+WAIT_S = 120.0
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:

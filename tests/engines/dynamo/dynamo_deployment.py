@@ -311,5 +311,5 @@ class DynamoDeployment:
             raise OSError("not yet")
 
     def _get(self, port: int, path: str) -> Any:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=300) as answer:
             return json.loads(answer.read())

@@ -73,7 +73,7 @@ def test_moved_kv_never_reaches_host_memory(world):
     ask_one(world, world.instruction(1) + document + world.question())
     receipt = world.receipt(ask_one(world, moved, quality="fast"))
     assert receipt.reused_tokens > 100
-    world.desk.semblend.clear()
+    world.sessions.semblend.clear()
     demote(world)
     again = ask_one(world, moved, opt_out=True)
     assert again.cached <= receipt.spans[0].target_start + 32
@@ -103,7 +103,7 @@ def test_a_load_of_ours_waits_until_pages_under_way_have_arrived(world, monkeypa
     name = world.send(world.instruction(4) + document + world.question(), quality="fast")
     for _ in range(5):
         world.step()
-        assert not world.desk._records[name].is_loading
+        assert not world.sessions.find(name).is_loading
     monkeypatch.undo()
     while not world.answers[name].done:
         world.step()

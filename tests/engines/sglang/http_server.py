@@ -56,7 +56,7 @@ class Server:
         deadline = time.monotonic() + 1500
         while self.process.poll() is None and time.monotonic() < deadline:
             try:
-                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5)
+                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=30)
                 return True
             except OSError:
                 time.sleep(1)
@@ -94,7 +94,7 @@ class Server:
                 time.sleep(0.2)
 
     def read_metrics(self) -> str:
-        found: bytes = urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30).read()
+        found: bytes = urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=300).read()
         return found.decode()
 
     def stop(self) -> None:

@@ -55,23 +55,23 @@ class SchedulerWorld:
         publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
         self.scheduler = Scheduler(args, PortArgs.init_new(args))
         self.cache = self.scheduler.tree_cache
-        self.desk = getattr(self.cache, "_desk", None)  # None in a stock cache
+        self.sessions = getattr(self.cache, "_sessions", None)  # None in a stock cache
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.answers: dict[str, Answer] = {}
         self.events: list[Any] = []
         self._count = 0
         self.count_steps_of_load = 0
         self._watch_answers()
-        if self.desk is not None:
+        if self.sessions is not None:
             from semblend.confirm.sinks import CallbackSink, EventStream
 
             stream = EventStream([CallbackSink(self.events.append)])
-            self.desk.semblend.events = self.desk.semblend.reporting._stream = stream
+            self.sessions.semblend.events = self.sessions.semblend.reporting._stream = stream
             self._watch_loads()
 
     @property
     def model(self) -> Any:
-        return self.desk._model
+        return self.sessions._model
 
     # -- prompts -----------------------------------------------------------------------------------------------------
 
@@ -173,11 +173,11 @@ class SchedulerWorld:
     def forget_prefixes(self) -> None:
         """Empty SGLang's tree behind our back: donors stay."""
         self.settle()
-        reset, self.desk.reset = self.desk.reset, lambda: None
+        reset, self.sessions.reset = self.sessions.reset, lambda: None
         try:
             assert self.scheduler.flush_cache()
         finally:
-            self.desk.reset = reset
+            self.sessions.reset = reset
 
     @contextmanager
     def shrink_pool(self, tokens: int) -> Iterator[None]:
@@ -238,11 +238,11 @@ class SchedulerWorld:
         """Overwrite the KV of every donor with noise, as a broken machine would."""
         import torch
 
-        for donor_id, generation in list(self.desk.donors.generations.items()):
-            held = self.desk.donors.kv.acquire(donor_id, generation)
+        for donor_id, generation in list(self.sessions.donors.generations.items()):
+            held = self.sessions.donors.kv.acquire(donor_id, generation)
             held.k.copy_(torch.randn_like(held.k) * 3)
             held.v.copy_(torch.randn_like(held.v) * 3)
-            self.desk.donors.kv.release(held)
+            self.sessions.donors.kv.release(held)
 
     def receipt(self, answer: Answer) -> Any:
         found = [event.fields.get("receipt") for event in self.events if event.request_id == answer.request_id]
@@ -251,10 +251,10 @@ class SchedulerWorld:
 
     def _watch_loads(self) -> None:
         """Count the steps that the last load took."""
-        load, work = self.desk.load, self.desk.work
+        load, work = self.sessions.load, self.sessions.work
 
         def begin(request_id: str, *args: Any) -> None:
-            if not self.desk._records[request_id].is_loading:
+            if not self.sessions.find(request_id).is_loading:
                 self.count_steps_of_load = 0
             load(request_id, *args)
 
@@ -262,7 +262,7 @@ class SchedulerWorld:
             self.count_steps_of_load += 1
             return work(request_id, busy=busy)
 
-        self.desk.load, self.desk.work = begin, go_on
+        self.sessions.load, self.sessions.work = begin, go_on
 
     def _watch_answers(self) -> None:
         """Requests as SGLang finishes them, before their output goes to another process that does not exist here."""

@@ -10,18 +10,36 @@ from typing import Any
 import pytest
 
 FAULTS = [
-    *("desk.find_request", "desk.offer", "desk.load", "desk.work", "desk.find_exact_end", "desk.note_prompt"),
-    *("desk.forget", "desk.stop_loads", "desk.count_waiting_slots", "desk._get_blender", "desk._pool.take"),
-    *("desk.semblend.lookup", "desk.semblend.claim", "desk.semblend.release", "desk.semblend.confirm"),
-    *("desk.semblend.register", "desk.semblend.events.emit", "desk.donors.keep", "desk.donors.name_generations"),
-    *("desk.donors.kv.capture", "desk.donors.kv.acquire", "desk.donors.kv.release"),
+    *(
+        "sessions.find_request",
+        "sessions.offer",
+        "sessions.load",
+        "sessions.work",
+        "sessions.find_exact_end",
+        "sessions.note_prompt",
+    ),
+    *(
+        "sessions.forget",
+        "sessions.stop_loads",
+        "sessions.count_waiting_slots",
+        "sessions._get_blender",
+        "sessions._pool.take",
+    ),
+    *("sessions.semblend.lookup", "sessions.semblend.claim", "sessions.semblend.release", "sessions.semblend.confirm"),
+    *(
+        "sessions.semblend.register",
+        "sessions.semblend.events.emit",
+        "sessions.donors.keep",
+        "sessions.donors.name_generations",
+    ),
+    *("sessions.donors.kv.capture", "sessions.donors.kv.acquire", "sessions.donors.kv.release"),
     *("cache._offer", "cache._note_prompt", "cache._path_slots", "cache._wait_for_step", "cache._is_busy"),
     *("cache._note_use", "cache._forget_waiting", "cache._forget_released"),
     *(
-        "desk.offer desk.give_up",
-        "desk.work desk.give_up",
-        "desk.note_prompt desk.give_up",
-        "desk.work desk._stop_load",
+        "sessions.offer sessions.give_up",
+        "sessions.work sessions.give_up",
+        "sessions.note_prompt sessions.give_up",
+        "sessions.work sessions._stop_load",
     ),
 ]
 """What fails, by its place in the world; two words are two failures at once. Lookups in a dictionary are not here."""
@@ -36,10 +54,10 @@ def world(engine):
     """Each step does one piece of a load."""
     engine.flush()
     engine.events.clear()
-    kept, engine.desk.settings = engine.desk.settings, replace(engine.desk.settings, step_work_ms=1e-6)
+    kept, engine.sessions.settings = engine.sessions.settings, replace(engine.sessions.settings, step_work_ms=1e-6)
     yield engine
-    engine.desk.settings = kept
-    engine.cache._desk = engine.desk
+    engine.sessions.settings = kept
+    engine.cache._sessions = engine.sessions
     engine.flush()
 
 
@@ -86,16 +104,16 @@ def break_all(monkeypatch, world, places: str, how: Callable[..., Any] = fail) -
 def test_a_failure_behind_a_hook_reaches_no_scheduler_step(world, prompts, usual, places, monkeypatch):
     free = world.count_free()
     world.ask(prompts[0])
-    if places == "desk._pool.take":
-        world.desk._pool, kept = replace(world.desk._pool, take=fail), world.desk._pool
+    if places == "sessions._pool.take":
+        world.sessions._pool, kept = replace(world.sessions._pool, take=fail), world.sessions._pool
     else:
         break_all(monkeypatch, world, places)
     try:
         waiting = live(world, prompts)
     finally:
         monkeypatch.undo()
-        if places == "desk._pool.take":
-            world.desk._pool = kept
+        if places == "sessions._pool.take":
+            world.sessions._pool = kept
     assert world.answers[waiting].tokens in usual
     world.flush()
     assert world.count_free() == free
@@ -109,7 +127,7 @@ def test_without_a_failure_the_document_is_reused(world, prompts, usual):
     assert world.count_steps_of_load > 1
 
 
-@pytest.mark.parametrize("place", ["desk.reset", "desk.donors.drop_all", "desk.semblend.clear"])
+@pytest.mark.parametrize("place", ["sessions.reset", "sessions.donors.drop_all", "sessions.semblend.clear"])
 def test_donors_that_cannot_be_dropped_are_never_used_again(world, prompts, usual, place, monkeypatch):
     world.ask(prompts[0])
     break_all(monkeypatch, world, place)
@@ -125,7 +143,7 @@ def test_a_storage_that_cannot_be_asked_around_what_we_offer_is_asked_as_ever(wo
 
     asked = []
     monkeypatch.setattr(UnifiedRadixCache, "prefetch_from_storage", lambda *args, **more: asked.append((args, more)))
-    break_all(monkeypatch, world, "desk.find_source")
+    break_all(monkeypatch, world, "sessions.find_source")
     handle = type("Handle", (), {"rid": "r"})()
     world.cache.prefetch_from_storage(handle, 7, [3, 4], matched_prefix_tokens=[1, 2])
     ((args, more),) = asked

@@ -47,7 +47,7 @@ def test_requests_at_once_each_get_the_answer_they_get_alone(world):
 
 def test_a_load_waits_for_its_next_step_while_others_decode(world, free):
     document = donate(world, 121, 96)
-    world.desk.settings, kept = _with_short_steps(world), world.desk.settings
+    world.sessions.settings, kept = _with_short_steps(world), world.sessions.settings
     try:
         running = world.send(world.instruction(6) + world.question(), tokens=24)
         world.step()
@@ -63,29 +63,29 @@ def test_a_load_waits_for_its_next_step_while_others_decode(world, free):
         while not world.answers[running].done:
             world.step()
     finally:
-        world.desk.settings = kept
+        world.sessions.settings = kept
     world.flush()
     assert world.count_free() == free
 
 
 def test_an_abort_in_the_middle_of_a_load_gives_its_slots_back(world, free):
     document = donate(world, 131, 96)
-    world.desk.settings, kept = _with_short_steps(world), world.desk.settings
+    world.sessions.settings, kept = _with_short_steps(world), world.sessions.settings
     try:
         running = world.send(world.instruction(6) + world.question(), tokens=16)
         world.step()
         doomed = world.send(world.instruction(3) + document + world.question(), quality="fast")
         world.step()
-        assert world.desk._records[doomed].is_loading
+        assert world.sessions.find(doomed).is_loading
         world.abort(doomed)
-        assert doomed not in world.desk._records
+        assert world.sessions.find(doomed) is None
         while not world.answers[running].done:
             world.step()
     finally:
-        world.desk.settings = kept
+        world.sessions.settings = kept
     world.flush()
     assert world.count_free() == free
-    assert world.desk.donors.kv.holders == 0
+    assert world.sessions.donors.kv.holders == 0
 
 
 def test_an_abort_between_planning_and_allocation_leaves_nothing(world, free):
@@ -95,13 +95,13 @@ def test_an_abort_between_planning_and_allocation_leaves_nothing(world, free):
     (request,) = world.scheduler.waiting_queue
     request.init_next_round_input(world.cache)
     assert request.host_hit_length > 0, "it was planned"
-    assert doomed in world.desk._records
+    assert world.sessions.find(doomed) is not None
     world.abort(doomed)
-    assert doomed not in world.desk._records
+    assert world.sessions.find(doomed) is None
     assert world.count_free() == held
     world.flush()
     assert world.count_free() == free
-    assert world.desk.donors.kv.holders == 0
+    assert world.sessions.donors.kv.holders == 0
 
 
 def test_an_aborted_request_that_runs_leaves_no_slot_and_no_claim(world, free):
@@ -112,7 +112,7 @@ def test_an_aborted_request_that_runs_leaves_no_slot_and_no_claim(world, free):
     world.abort(name)
     world.flush()
     assert world.count_free() == free
-    assert not world.desk._records
+    assert not len(world.sessions)
 
 
 @pytest.mark.parametrize("where", ["offer", "load", "work", "note_prompt", "_get_blender"])
@@ -124,7 +124,7 @@ def test_a_failure_of_ours_costs_time_and_never_the_answer(world, free, where, m
     def fail(*args, **more):
         raise RuntimeError("as if a disk were full")
 
-    monkeypatch.setattr(world.desk, where, fail)
+    monkeypatch.setattr(world.sessions, where, fail)
     (answer,) = world.ask(prompt, quality="fast")
     monkeypatch.undo()
     assert answer.tokens == cold.tokens
@@ -142,25 +142,25 @@ def test_poisoned_donor_kv_is_refused_and_its_donor_forgotten(world):
     assert answer.tokens == cold.tokens
     assert receipt.reused_tokens == 0
     assert receipt.reason is DeclineReason.VALIDATION_FAILED
-    assert len(world.desk.donors.kv) <= 1, "the poisoned donor is gone; the prompt that was computed may be one"
+    assert len(world.sessions.donors.kv) <= 1, "the poisoned donor is gone; the prompt that was computed may be one"
 
 
 def test_a_donor_that_leaves_between_offer_and_load_costs_a_cold_prefill(world):
     document = donate(world, 171)
     prompt = world.instruction(4) + document + world.question()
     cold = world.cold(prompt)
-    decide = world.desk._decide
+    decide = world.sessions._decide
 
     def decide_and_lose(record):
         found = decide(record)
-        world.desk.donors.kv.drop_all()
+        world.sessions.donors.kv.drop_all()
         return found
 
-    world.desk._decide = decide_and_lose
+    world.sessions._decide = decide_and_lose
     try:
         (answer,) = world.ask(prompt, quality="fast")
     finally:
-        del world.desk._decide
+        del world.sessions._decide
     assert answer.tokens == cold.tokens
     assert world.receipt(answer).reason is DeclineReason.STALE
 
@@ -175,7 +175,7 @@ def test_new_weights_drop_every_donor(world):
     finally:
         weight.data.sub_(1e-3)
         world.flush()
-        world.desk._watch.have_changed()
+        world.sessions._watch.have_changed()
 
 
 def test_a_flush_of_the_cache_drops_donors(world):
@@ -187,13 +187,13 @@ def test_a_flush_of_the_cache_drops_donors(world):
 
 @pytest.mark.parametrize("seed", [1])
 def test_a_storm_of_aborts_at_any_moment_leaves_no_slot_no_claim_and_right_answers(world, free, seed):
-    """Waiting, loading in pieces, in a batch, decoding: an abort comes whenever it comes."""
+    """SessionRequest, loading in pieces, in a batch, decoding: an abort comes whenever it comes."""
     rng = random.Random(seed)
     documents = [donate(world, 311), donate(world, 312)]
     prompts = [world.instruction(n) + documents[n % 2] + world.question() for n in range(2, 6)]
     alone = [world.ask(prompt, quality="fast")[0].tokens for prompt in prompts]
     world.forget_prefixes()
-    world.desk.settings, kept = _with_short_steps(world), world.desk.settings
+    world.sessions.settings, kept = _with_short_steps(world), world.sessions.settings
     alive, aborted = {}, 0
     try:
         for _ in range(24):
@@ -209,20 +209,20 @@ def test_a_storm_of_aborts_at_any_moment_leaves_no_slot_no_claim_and_right_answe
         while not all(world.answers[name].done for name in alive):
             world.step()
     finally:
-        world.desk.settings = kept
+        world.sessions.settings = kept
     assert aborted >= 6, "it was a storm"
     assert all(world.answers[name].tokens == alone[number] for name, number in alive.items())
     world.flush()
     assert world.count_free() == free
-    assert not world.desk._records
-    assert world.desk.donors.kv.holders == 0
+    assert not len(world.sessions)
+    assert world.sessions.donors.kv.holders == 0
 
 
 def _with_short_steps(world):
     """Settings under which a step does one piece of a load."""
     from dataclasses import replace
 
-    return replace(world.desk.settings, step_work_ms=1e-6)
+    return replace(world.sessions.settings, step_work_ms=1e-6)
 
 
 def test_an_id_that_two_requests_have_at_once_mixes_nothing_up(world):

@@ -141,7 +141,7 @@ def world(engine):
 
 def forget_donors(world) -> None:
     """Donors go; the exact tree stays, as where a provider knows what we do not."""
-    world.desk.semblend.clear()
+    world.sessions.semblend.clear()
 
 
 def test_equal_runs_of_a_providers_tokens_are_moved_at_any_offset_and_never_served_verbatim(world):

@@ -18,9 +18,9 @@ ANSWER, ROOM = 32, 20
 def world(engine):
     """Each step does one piece of a load."""
     engine.events.clear()
-    kept, engine.desk.settings = engine.desk.settings, replace(engine.desk.settings, step_work_ms=1e-6)
+    kept, engine.sessions.settings = engine.sessions.settings, replace(engine.sessions.settings, step_work_ms=1e-6)
     yield engine
-    engine.desk.settings = kept
+    engine.sessions.settings = kept
     engine.flush()
 
 
@@ -36,7 +36,7 @@ def begin_load(world, target: list[int]) -> tuple[str, str]:
     world.step()
     waiting = world.send(target, tokens=ANSWER, quality="fast")
     world.step()
-    assert world.desk._records[waiting].is_loading, "the load was to take several steps"
+    assert world.sessions.find(waiting).is_loading, "the load was to take several steps"
     return running, waiting
 
 
@@ -86,7 +86,7 @@ def test_an_answer_that_grows_takes_the_slots_of_a_load_that_waits_and_nobody_is
         running, waiting = begin_load(world, target)
         free = world.count_free() + world.cache.tree_core.evictable_size()
         world.cache.evict_for_alloc(make_params(free + 5))
-        assert not world.desk._records[waiting].is_loading
+        assert not world.sessions.find(waiting).is_loading
         world.scheduler.invariant_checker.self_check_during_busy()
         assert world.step_until_answered(running, waiting, check=True) < 300
 
@@ -115,15 +115,15 @@ def test_a_flush_of_a_paused_engine_stops_a_load_that_waits(world):
     running, waiting = begin_load(world, target)
     world.abort(running)
     while world.scheduler.running_batch.reqs or world.scheduler.last_batch:
-        world.desk.work, work = lambda *args, **more: None, world.desk.work  # the load stays where it is
+        world.sessions.work, work = lambda *args, **more: None, world.sessions.work  # the load stays where it is
         world.step()
-        world.desk.work = work
-    assert world.desk._records[waiting].is_loading
+        world.sessions.work = work
+    assert world.sessions.find(waiting).is_loading
     world.scheduler._engine_paused = True
     try:
         assert world.scheduler.flush_cache()
     finally:
         world.scheduler._engine_paused = False
-    assert not world.desk._records[waiting].is_loading
+    assert not world.sessions.find(waiting).is_loading
     assert world.step_until_answered(waiting) < 300
     assert world.receipt(world.answers[waiting]).reused_tokens == 0, "the donors went with the flush"

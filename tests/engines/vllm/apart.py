@@ -130,14 +130,14 @@ def beside(settings: dict[str, Any]) -> dict[str, Any]:
     told["handed on"] = engine.ask(handed_on, transfer={"do_remote_decode": True})
     told["stored of it"] = stored() - told["stored"][-1]
     engine.forget_prefixes()
-    told["donors"] = len(ours._half.semblend.donors())
+    told["donors"] = len(ours._ours.semblend.donors())
     told["reset"] = connector.reset_cache()
-    told["donors after reset"] = len(ours._half.semblend.donors())
-    told["records"] = len(ours._half._records)
+    told["donors after reset"] = len(ours._ours.semblend.donors())
+    told["records"] = len(ours._ours._records)
     told["hidden"] = len(getattr(connector, "_hidden", ()))
-    told["totals"] = dict(ours._half.semblend.totals().tokens)
+    told["totals"] = dict(ours._ours.semblend.totals().tokens)
     if settings.get("failing"):
-        told |= _load_in_one_step(engine) | _fail_to_load(engine, connector, ours._half)
+        told |= _load_in_one_step(engine) | _fail_to_load(engine, connector, ours._ours)
     return told
 
 
@@ -263,7 +263,7 @@ def lora(settings: dict[str, Any]) -> dict[str, Any]:
         told[f"base {name}"] = engine.ask(engine.prompt(lead, 1))
         told[f"adapter {name}"] = engine.ask(engine.prompt(lead, 1), lora=adapter)
     if settings["connected"]:
-        half = engine.scheduler.connector._half
+        half = engine.scheduler.connector._ours
         told["refusal"], told["donors"] = half.facts.refusal, len(half.semblend.donors())
     return told
 
@@ -359,7 +359,7 @@ def as_without_us(settings: dict[str, Any]) -> dict[str, Any]:
     told["reset"] = engine.llm.reset_prefix_cache()
     told["answers"].append(engine.ask(engine.prompt("You are brief.", 1)))
     if settings["connected"]:
-        half = scheduler.connector._half
+        half = scheduler.connector._ours
         told["refusal"], told["donors"] = half.facts.refusal, len(half.semblend.donors())
         told["records"] = len(half._records)
     return told

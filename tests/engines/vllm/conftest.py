@@ -61,7 +61,7 @@ class World:
         self.core = llm.llm_engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
         self.connector = self.scheduler.connector
-        self.half = self.connector._half
+        self.half = self.connector._ours
         self.worker_connector = get_kv_transfer_group()
         self.worker = self.worker_connector._worker
         self.tokenizer = llm.get_tokenizer()

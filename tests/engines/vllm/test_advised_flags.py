@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from semantickv.analysis.engines import ENGINES, KvMemory
+from semantickv.analysis.advice import ENGINES, KvMemory
 
 
 def test_vllm_takes_the_advised_host_memory_in_gib() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_reuse import worst
 
-from semblend.integration.vllm.scheduler.loads import LoadDesk
+from semblend.integration.vllm.scheduler.pending_loads import PendingLoads
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -20,10 +20,10 @@ USERS = 14
 
 @pytest.fixture
 def healing(any_world):
-    any_world.half.healer.on = True
+    any_world.half.promotion.on = True
     yield any_world
-    assert any_world.half.healer.on, "it did not fail"
-    any_world.half.healer.on = False
+    assert any_world.half.promotion.on, "it did not fail"
+    any_world.half.promotion.on = False
     any_world.scheduler.scheduler_config.long_prefill_token_threshold = 0
 
 
@@ -90,7 +90,7 @@ def test_users_who_come_at_once_hold_the_document_once(healing):
     held = {}
     for on in (False, True):
         donor, prompts = make_prompts(2 + on)
-        healing.half.healer.on = on
+        healing.half.promotion.on = on
         healing.ask(donor)
         start_requests(healing, prompts)
         outputs, blocks = finish_requests(healing)
@@ -120,7 +120,7 @@ def test_who_waits_for_a_prefill_that_is_aborted_is_served_all_the_same(healing)
     healing.scheduler.scheduler_config.long_prefill_token_threshold = 64
     healing.ask(donor)
     start_requests(healing, prompts)
-    engine, books = healing.llm.llm_engine, healing.half.healer.books
+    engine, books = healing.llm.llm_engine, healing.half.promotion.books
     while not books._waits:
         engine.step()
     (owner,) = books._owners
@@ -154,5 +154,5 @@ def test_a_load_reads_the_exact_blocks_in_front_of_it_when_they_are_computed(any
 
 
 def test_where_a_load_is_not_held_back_the_same_check_fails(small_world, monkeypatch):
-    monkeypatch.setattr(LoadDesk, "_may_read", lambda *_: True)
+    monkeypatch.setattr(PendingLoads, "_may_read", lambda *_: True)
     assert compare_with_a_prefix_of_the_same_step(small_world) > 1

@@ -55,7 +55,7 @@ class VllmServer:
         while time.monotonic() < end:
             assert self.process.poll() is None, self.log.read_text()[-3000:]
             try:
-                urllib.request.urlopen(self.url + "/health", timeout=5).read()
+                urllib.request.urlopen(self.url + "/health", timeout=30).read()
                 return
             except (urllib.error.URLError, OSError):
                 time.sleep(1)

@@ -247,7 +247,7 @@ def test_when_our_passes_fail_vllm_computes_the_blocks(world, monkeypatch):
 
 
 @pytest.mark.parametrize("hook", ["count_matched", "allocated", "build_orders", "reported", "finished"])
-def test_a_failing_scheduler_half_never_fails_a_request_and_pollutes_nothing(world, monkeypatch, hook):
+def test_a_failing_scheduler_connector_never_fails_a_request_and_pollutes_nothing(world, monkeypatch, hook):
     target, cold = shifted(world, 32)
     monkeypatch.setattr(world.half, hook, broken)
     world.worker.load, world.worker.capture = world._real["load"], world._real["capture"]

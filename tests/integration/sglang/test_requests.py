@@ -85,4 +85,4 @@ def test_a_request_without_a_salt_can_be_declined():
 def test_a_caller_says_what_it_wants_and_nonsense_never_loosens_anything(said, mode, opt_out):
     params = SimpleNamespace(custom_params={"semblend": said})
     request = read_request(make(sampling_params=params), 2, Namespace())
-    assert (request.mode, request.opt_out) == (mode, opt_out)
+    assert (request.quality, request.opt_out) == (mode, opt_out)

@@ -254,7 +254,7 @@ def test_a_failure_of_ours_costs_time_and_never_the_answer(model, reuse, heard, 
 def test_damaged_donor_kv_is_noticed_and_the_donor_goes(model, reuse):
     ask(reuse, ids(FIRST, DOCUMENT))
     donor = reuse.semblend.donors()[0].donor_id
-    kept = reuse._desk.donors
+    kept = reuse._sessions.donors
     held = kept.kv.acquire(donor, kept.generations[donor])
     held.k[0, 50:90] += 1.0
     kept.kv.release(held)
@@ -269,7 +269,7 @@ def test_donors_stay_within_their_memory(model):
     with TransformersReuse(model, quality="fast", donor_bytes=400_000) as reuse:
         for seed in range(6):
             ask(reuse, ids(draw(200, seed=100 + seed)))
-        assert reuse._desk.donors.kv.used_bytes["host"] <= 400_000
+        assert reuse._sessions.donors.kv.used_bytes["host"] <= 400_000
         assert len(reuse.semblend.donors()) == len(reuse._prefixes) < 6
 
 

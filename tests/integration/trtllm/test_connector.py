@@ -75,7 +75,7 @@ def build_world(patch, *, model=None, own=None, damage=None, **engine) -> World:
     config, sink = SemBlendConfig(quality="fast", metrics=False), MemorySink()
     made = TrtllmSettings(config=config, staging_tokens=1024, **(own or {}))
     patch.setattr(halves, "trtllm_settings", lambda _: made)
-    patch.setattr(halves, "SemBlend", lambda given, sinks: SemBlend(given, sinks=[sink], compiled=False))
+    patch.setattr(halves, "SemBlend", lambda given, sinks: SemBlend(given, sinks=[sink]))
     if damage is not None:
         patch.setattr(halves, "find_model_of_caller", damage)
     reuses = engine.get("reuses_blocks", True)
@@ -175,7 +175,7 @@ def test_a_twin_that_computes_something_else_is_found_out_before_anything_is_off
         assert world.serve(DONOR).provided_tokens == 0
     assert world.serve(TARGET).provided_tokens == 0
     assert NOT_SEEN in world.receipts()[-1].detail
-    assert not world.service.desk.semblend.donors()
+    assert not world.service.sessions.semblend.donors()
 
 
 def test_weights_that_change_take_the_donors_with_them(make_world):
@@ -196,9 +196,9 @@ def test_weights_that_change_take_the_donors_with_them(make_world):
 def test_a_cancelled_request_gives_its_slots_back_and_leaves_no_donor(make_world):
     world = make_world()
     world.serve(DONOR)
-    free, donors = world.free_staging, len(world.service.desk.semblend.donors())
+    free, donors = world.free_staging, len(world.service.sessions.semblend.donors())
     assert world.serve(TARGET, answers=False).provided_tokens > 100
-    assert (world.free_staging, len(world.service.desk.semblend.donors())) == (free, donors)
+    assert (world.free_staging, len(world.service.sessions.semblend.donors())) == (free, donors)
     assert world.serve(TARGET).provided_tokens > 100
 
 
@@ -207,13 +207,13 @@ def test_a_prompt_longer_than_the_staged_slots_is_computed(make_world):
     long = [n % 89 + 1 for n in range(1500)]
     assert world.serve(long).provided_tokens == 0
     assert world.serve([5, *long]).provided_tokens == 0
-    assert not world.service.desk.semblend.donors()
+    assert not world.service.sessions.semblend.donors()
 
 
 def test_what_was_prepared_and_is_gone_fails_the_step_and_never_answers(make_world, monkeypatch):
     world = make_world()
     world.serve(DONOR)
-    monkeypatch.setattr(type(world.service.desk), "find_tail", lambda self, name: None)
+    monkeypatch.setattr(type(world.service.sessions), "find_tail", lambda self, name: None)
     with pytest.raises(SemBlendError, match="promised"):
         world.serve(TARGET)
 
@@ -223,7 +223,7 @@ def test_a_failure_of_ours_costs_the_reuse_and_not_the_answer(make_world, monkey
     cold = compute_cold(make_world, TARGET)
     world = make_world()
     world.serve(DONOR)
-    semblend = world.service.desk.semblend
+    semblend = world.service.sessions.semblend
 
     def fail(*args, **more):
         raise RuntimeError("broken")

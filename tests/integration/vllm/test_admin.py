@@ -12,9 +12,8 @@ import pytest
 from semblend import Namespace, Prompt, SemBlend, SemBlendConfig
 from semblend.cli.main import main
 from semblend.errors import SemBlendError
-from semblend.integration.vllm.scheduler import admin_socket
-from semblend.integration.vllm.scheduler.admin_desk import AdminDesk, DonorCommand
-from semblend.integration.vllm.scheduler.admin_socket import AdminSocket, ask, find_sockets
+from semblend.integration.vllm.scheduler import admin
+from semblend.integration.vllm.scheduler.admin import AdminSocket, DonorAdmin, DonorCommand, ask, find_sockets
 from semblend.prompt import name_tenant
 
 SALTS = {"a": "salt of a", "b": "salt of b", "": ""}
@@ -31,7 +30,7 @@ class Engine:
                 Prompt(range(number * 100, number * 100 + 50), namespace=namespace), f"donor-{number}"
             )
         self.did = []
-        self.desk = AdminDesk(self.semblend, self.act, patience_s=patience_s)
+        self.desk = DonorAdmin(self.semblend, self.act, patience_s=patience_s)
 
     def act(self, action, donor_id):
         self.did.append((action, donor_id, threading.current_thread().name))
@@ -144,7 +143,7 @@ def test_the_socket_is_its_users_alone_and_goes_when_the_engine_ends(served):
 
 
 def test_another_user_is_turned_away(served, monkeypatch):
-    monkeypatch.setattr(admin_socket, "_is_operator", lambda caller: False)
+    monkeypatch.setattr(admin, "_is_operator", lambda caller: False)
     answer = ask(served.path, {"action": "list"})
     assert not answer["ok"]
     assert "donors" not in answer

@@ -10,7 +10,7 @@ import pytest
 from semblend import Namespace, SemBlend, SemBlendConfig
 from semblend.integration.vllm.orders import Report
 from semblend.integration.vllm.scheduler.records import EngineFacts
-from semblend.integration.vllm.scheduler.scheduler_half import SchedulerHalf
+from semblend.integration.vllm.scheduler.scheduler_connector import SchedulerConnector
 from semblend.integration.vllm.settings import ConnectorSettings, connector_settings
 
 BLOCK = 16
@@ -53,7 +53,7 @@ class Engine:
         }
         made = ConnectorSettings(config=SemBlendConfig(**config), **settings)
         facts = EngineFacts("0.32.0", Namespace(model="m"), BLOCK, BLOCK, None)
-        self.half = SchedulerHalf(facts, made, SemBlend(made.config), clock=lambda: 1.0)
+        self.half = SchedulerConnector(facts, made, SemBlend(made.config), clock=lambda: 1.0)
 
     def ask(self, request):
         """The claim of a request, and its receipt; a claimed one is given up, for what counts is what it was told."""

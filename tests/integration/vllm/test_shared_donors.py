@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,15 +12,16 @@ from naive_engine import NaiveEngine
 
 from semblend import Namespace, Prompt, ReusePlan, SemBlend, SemBlendConfig
 from semblend.integration.vllm.orders import Load, Orders
-from semblend.integration.vllm.scheduler.donor_books import DonorBooks
 from semblend.integration.vllm.scheduler.records import Record
-from semblend.integration.vllm.worker.worker_half import WorkerHalf
+from semblend.integration.vllm.scheduler.worker_donors import WorkerDonors
+from semblend.integration.vllm.worker.worker_connector import WorkerConnector
 from semblend.materialize.blend.quality import QualitySettings
 from semblend.materialize.contract import Rows, slots_of_blocks
 from semblend.materialize.donors.directory import GENERATION, SharedDonors, is_key
 from semblend.materialize.donors.directory_kv import DirectoryKv, KvSignature
 from semblend.materialize.donors.store import PrivateFolder
 from semblend.materialize.gate.observers import EIGHT_BIT_TOLERANCE
+from semblend.session.session import SessionRequest
 
 BLOCK = 16
 DOCUMENT = list(range(100, 180))
@@ -36,7 +36,7 @@ class MachineEngine:
         self.model = NaiveEngine.make(slots=64 * BLOCK, vocabulary=1000)
         layout = self.model.layout
         self.semblend = SemBlend(SemBlendConfig(embedder="none", max_bytes=1 << 24))
-        self.books = DonorBooks(self.semblend, lambda *told: self.failures.append(told))
+        self.books = WorkerDonors(self.semblend, lambda *told: self.failures.append(told))
         token_bytes = 2 * layout.layers * layout.kv_heads * layout.head_dim * 4
         self.books.shared = SharedDonors(str(path), budget, namespace, token_bytes=token_bytes, every_s=0.0)
         signature = KvSignature(
@@ -45,7 +45,7 @@ class MachineEngine:
         quality = QualitySettings(
             mode="fast", first_seam_tokens=4, seam_tokens=4, canary_tolerance=EIGHT_BIT_TOLERANCE if bits == 8 else None
         )
-        self.worker = WorkerHalf(
+        self.worker = WorkerConnector(
             self.model, BLOCK, quality, host_bytes=host, donor_bits=bits,
             directory=DirectoryKv(PrivateFolder(path), signature),
         )  # fmt: skip
@@ -57,9 +57,9 @@ class MachineEngine:
         """A request that is computed cold and becomes a donor."""
         at, blocks = torch.arange(len(tokens)), tuple(range(-(-len(tokens) // BLOCK)))
         self.model.forward(Rows.of(tokens, at, slots_of_blocks(blocks, BLOCK, len(tokens))))
-        record = Record(SimpleNamespace(request_id=name), self.prompt(tokens, salt), "fast")
+        record = Record(SessionRequest(name, self.prompt(tokens, salt)), "fast")
         record.block_ids = list(blocks)
-        self.step(Orders(captures=[self.books.order(record, BLOCK)]))
+        self.step(Orders(captures=[self.books.order(record, len(tokens), BLOCK)]))
         self.step(Orders(publications=self.books.take_publications(), drops=self.books.take_drops()))
         self.worker._publisher.flush()
 
@@ -300,5 +300,5 @@ def test_a_restored_store_without_kv_plans_nothing(tmp_path):
         before.register(Prompt(TOLD, namespace=MODEL), "req")
     for discovery_only, left in ((True, 1), (False, 0)):  # whoever only looks may look at what was
         with SemBlend(replace(config, discovery_only=discovery_only)) as after:
-            DonorBooks(after, lambda *_: None)
+            WorkerDonors(after, lambda *_: None)
             assert len(after.donors()) == left

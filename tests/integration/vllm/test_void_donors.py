@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semblend.integration.vllm.orders import Report
-from semblend.integration.vllm.scheduler.reset_watch import ResetWatch
+from semblend.integration.vllm.scheduler.worker_donors import ResetWatch
 from semblend.materialize.weights_watch import STRETCH_NUMBERS, WeightsWatch
 
 

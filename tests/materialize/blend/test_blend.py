@@ -19,7 +19,7 @@ from semblend.engine.model.spec import ModelSpec
 from semblend.errors import ConfigError, InputError
 from semblend.materialize.blend.blender import Blender
 from semblend.materialize.blend.quality import Blended, Placed, QualitySettings, Step
-from semblend.materialize.calibrate import Pair, calibrate, choose, table_of
+from semblend.materialize.calibrate import CalibrationPrompt, Pair, choose, list_pairs, measure_prompt, table_of
 from semblend.materialize.contract import Capabilities, Rows
 from semblend.materialize.donors.tiers import DonorKv
 from semblend.materialize.gate.thresholds import (
@@ -31,7 +31,6 @@ from semblend.materialize.gate.thresholds import (
     fit_weights,
     next_token_kl,
 )
-from semblend.materialize.measure_ways import CalibrationPrompt
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.span import Span
 
@@ -460,7 +459,10 @@ def test_calibration_measures_signals_against_cold_and_survives_a_file(tmp_path)
             )
         )
     pool = MODEL.new_pool(2048)
-    table = calibrate(PooledModel(MODEL, pool), prompts, pool=pool, model_name="tiny", harm=1e9, false_safe=0.0)
+    model = PooledModel(MODEL, pool)
+    measures = [measure_prompt(model, one, pool=pool, answer_tokens=1, yardsticks=False) for one in prompts]
+    pairs = [pair for one in measures for pair in list_pairs(one)]
+    table = table_of(pairs, pool=pool, model_name="tiny", prompts=3, tokens=1000, harm=1e9, false_safe=0.0)
     assert table.kl_10 > 0
     assert table.provenance["prompts"] == 3
     assert table.provenance["model"] == "tiny"

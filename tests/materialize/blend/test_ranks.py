@@ -28,7 +28,7 @@ class Table:
     """Two ranks at one table: nobody goes on before both have spoken."""
 
     def __init__(self):
-        self.said, self.barrier = [None, None], threading.Barrier(2, timeout=120)
+        self.said, self.barrier = [None, None], threading.Barrier(2, timeout=300)
 
     def round(self, rank, values, how):
         self.said[rank] = values.float()
@@ -80,7 +80,7 @@ def prepared(made, mode):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(300)
     return found
 
 

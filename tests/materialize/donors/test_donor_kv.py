@@ -267,14 +267,14 @@ print("lives")
 
 def test_a_full_disk_costs_the_donor_that_should_go_there_and_nothing_else(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.stdout.strip() == "lives", done.stderr
 
 
 def test_files_are_private_and_those_of_a_dead_process_are_swept(tmp_path):
     left = "import sys, os; from semblend.materialize.donors.store import DiskTier; DiskTier(sys.argv[1]); os._exit(0)"
-    subprocess.run([sys.executable, "-c", left, str(tmp_path)], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", left, str(tmp_path)], check=True, timeout=300)
     (orphan,) = tmp_path.iterdir()
     kv = DonorKv(0, 4 * TOKEN_BYTES, tmp_path, budget_disk_bytes=1 << 20)
     other = DonorKv(0, 4 * TOKEN_BYTES, tmp_path, budget_disk_bytes=1 << 20)  # sweeps too, and spares the living
@@ -422,7 +422,7 @@ def test_threads_that_capture_acquire_and_drop_at_once_leave_the_books_in_order(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     assert problems == []
     kv.check()
     kv.close()
@@ -457,7 +457,7 @@ class SlowDisk:
     def write(self, *given):
         self._note("write")
         self.writing.set()
-        assert self.go.wait(30)
+        assert self.go.wait(300)
         return self._inner.write(*given)
 
     def load(self, *given):
@@ -497,7 +497,7 @@ def test_nobody_waits_for_a_disk_that_is_written_to_by_another(tmp_path):
     disk = SlowDisk(kv, hold=True)
     writer = threading.Thread(target=capture, args=(kv, "new", 3))
     writer.start()
-    assert disk.writing.wait(30)  # from here on every call below would wait for ever if it needed the disk
+    assert disk.writing.wait(300)  # from here on every call below would wait for ever if it needed the disk
     assert kv.holds("stays", 2)
     assert kv.used_bytes["host"] <= 8 * TOKEN_BYTES
     held = kv.acquire("stays", 2)
@@ -506,7 +506,7 @@ def test_nobody_waits_for_a_disk_that_is_written_to_by_another(tmp_path):
     assert kv.drop("stays")
     assert kv.drop("sinks")  # the very donor that is on its way
     disk.go.set()
-    writer.join(30)
+    writer.join(300)
     assert kv.acquire("sinks", 1) is None
     assert kv.holds("new", 3)
     assert kv.used_bytes["disk"] == 0
@@ -520,13 +520,13 @@ def test_who_wants_a_donor_that_is_on_its_way_gets_it_when_it_has_arrived(tmp_pa
     disk = SlowDisk(kv, hold=True)
     writer = threading.Thread(target=capture, args=(kv, "new", 2))
     writer.start()
-    assert disk.writing.wait(30)
+    assert disk.writing.wait(300)
     found = []
     reader = threading.Thread(target=lambda: found.append(kv.acquire("sinks", 1)))
     reader.start()
     disk.go.set()
-    writer.join(30)
-    reader.join(30)
+    writer.join(300)
+    reader.join(300)
     assert holds_value(found[0], 1.0)
     assert kv.holders == 1
     kv.release(found[0])

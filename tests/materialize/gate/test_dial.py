@@ -12,24 +12,28 @@ from hypothesis import strategies as st
 from semblend.errors import ConfigError
 from semblend.materialize.calibrate import (
     RIDGE,
+    CalibrationPrompt,
+    Moved,
+    PromptMeasure,
+    WayMeasure,
     fit_dial,
     fit_log_weights,
+    reorder_passages,
     replay,
     replay_unseen,
     solve_not_negative,
 )
-from semblend.materialize.gate.gate import DialGate, OutcomeMemory, ThresholdGate, make_gate, prefill_at_once
+from semblend.materialize.gate.gate import Gate, OutcomeMemory, prefill_at_once
 from semblend.materialize.gate.thresholds import (
     MOST_UNPROBED,
     NUMBERS,
-    WAYS,
+    RECOMPUTE_LEVELS,
     DialTable,
     PassageOrder,
     RiskFeatures,
     Thresholds,
-    choose_way,
+    choose_level,
 )
-from semblend.materialize.measure_ways import CalibrationPrompt, Moved, PromptMeasure, WayMeasure, reorder_passages
 from semblend.plan.reuse_plan import DeclineReason, ReusePlan
 from semblend.prompt import Namespace
 from semblend.span import Span
@@ -38,7 +42,7 @@ IN_ORDER, REORDERED, SEVERAL = PassageOrder
 PLAIN = ReusePlan((Span("d", 0, 10, 190),), 215)
 TURNED = ReusePlan((Span("d", 200, 0, 100), Span("d", 0, 100, 100)), 220)
 nats = st.floats(0, 1e3, exclude_min=True)
-expectations = st.dictionaries(st.sampled_from(WAYS), st.floats(0, 10) | st.just(math.nan), min_size=1)
+expectations = st.dictionaries(st.sampled_from(RECOMPUTE_LEVELS), st.floats(0, 10) | st.just(math.nan), min_size=1)
 
 
 def cost(percent: int | None) -> float:
@@ -56,7 +60,7 @@ def make_measure(hardness: float, order: PassageOrder = IN_ORDER) -> PromptMeasu
             glance=math.sqrt(hardness),
             features=RiskFeatures(hardness, hardness, math.sqrt(hardness), 1.0) if percent else None,
         )
-        for percent in WAYS
+        for percent in RECOMPUTE_LEVELS
     )
     return PromptMeasure(order, ways)
 
@@ -68,7 +72,7 @@ TABLE = fit_dial(MEASURES)
 @given(expectations, nats, nats)
 def test_a_larger_number_never_costs_more_and_no_way_is_above_its_number(expected, one, other):
     small, large = sorted((one, other))
-    cheap, dear = choose_way(expected, large), choose_way(expected, small)
+    cheap, dear = choose_level(expected, large), choose_level(expected, small)
     assert cost(cheap.percent) <= cost(dear.percent)
     for choice, number in ((cheap, large), (dear, small)):
         if choice.percent is not None:
@@ -76,21 +80,21 @@ def test_a_larger_number_never_costs_more_and_no_way_is_above_its_number(expecte
 
 
 def test_up_to_balanced_nothing_is_served_that_no_repair_has_probed():
-    expected = dict.fromkeys(WAYS, 0.0)
-    assert choose_way(expected, MOST_UNPROBED).percent == 10
-    assert choose_way(expected, math.nextafter(MOST_UNPROBED, 1)).percent == 0
+    expected = dict.fromkeys(RECOMPUTE_LEVELS, 0.0)
+    assert choose_level(expected, MOST_UNPROBED).percent == 10
+    assert choose_level(expected, math.nextafter(MOST_UNPROBED, 1)).percent == 0
 
 
 def test_what_is_not_a_number_is_never_expected_to_be_close():
-    assert choose_way({10: math.nan, 20: math.inf}, 1e3).percent is None
-    gate = DialGate(TABLE, IN_ORDER, 0.1)
+    assert choose_level({10: math.nan, 20: math.inf}, 1e3).percent is None
+    gate = Gate(nats=0.1, dial=TABLE, order=IN_ORDER)
     assert gate.begin(math.nan).percent is None
     assert not gate.accepts(10, gate.expect(10, RiskFeatures(math.nan, 0.0, 0.0, 0.0)))
 
 
 @given(st.sampled_from(MEASURES), nats, nats)
 def test_through_a_fitted_table_a_larger_number_begins_with_no_dearer_way(measure, one, other):
-    small, large = (DialGate(TABLE, measure.order, number) for number in sorted((one, other)))
+    small, large = (Gate(nats=number, dial=TABLE, order=measure.order) for number in sorted((one, other)))
     assert cost(large.begin(measure.glance).percent) <= cost(small.begin(measure.glance).percent)
 
 
@@ -116,13 +120,13 @@ def test_too_few_prompts_make_no_dial_and_an_order_that_was_not_measured_is_not_
     assert not fit_dial(MEASURES[:8]).knows(IN_ORDER)
     assert TABLE.knows(REORDERED)
     assert not TABLE.knows(SEVERAL)
-    assert isinstance(make_gate(Thresholds(0.01, 0.01, 0.01, dial=TABLE), PLAIN, 0.1), DialGate)
-    assert isinstance(make_gate(Thresholds(0.01, 0.01, 0.01), PLAIN, 0.1), ThresholdGate)
+    assert Gate.of(Thresholds(0.01, 0.01, 0.01, dial=TABLE), PLAIN, 0.1).dial is not None
+    assert Gate.of(Thresholds(0.01, 0.01, 0.01), PLAIN, 0.1).dial is None
 
 
 def test_thresholds_scale_with_the_number_and_stand_as_they_are_at_balanced():
     table = Thresholds(0.01, 0.02, 0.03, begin_prefill=0.1)
-    still, wide = ThresholdGate(table), ThresholdGate(table, 0.08)
+    still, wide = Gate(table), Gate(table, 0.08)
     assert still.accepts(10, 0.01)
     assert not still.accepts(10, 0.011)
     assert wide.accepts(10, 0.04)
@@ -190,7 +194,7 @@ def measure_alike(deviation: float, moved: float, entropy: float, divergence: fl
     features = RiskFeatures(moved, moved, deviation, entropy)
     ways = tuple(
         WayMeasure(percent, Moved(divergence, False), divergence, 0.1, deviation, features if percent else None)
-        for percent in WAYS
+        for percent in RECOMPUTE_LEVELS
     )
     return PromptMeasure(IN_ORDER, ways)
 
@@ -201,7 +205,7 @@ signs = st.tuples(st.floats(1e-3, 1.0), st.floats(1e-4, 1.0), st.floats(0.0, 6.0
 @given(st.lists(signs, min_size=24, max_size=40), st.floats(1e-5, 1.0), st.floats(1.0, 100.0))
 def test_whatever_was_measured_kv_that_deviates_more_is_expected_to_be_further_from_cold(measured, deviation, times):
     table = fit_dial([measure_alike(*one) for one in measured])
-    for percent in WAYS:
+    for percent in RECOMPUTE_LEVELS:
         near, far = (table.expect_by_glance(IN_ORDER, one)[percent] for one in (deviation, deviation * times))
         assert far >= near
         if percent:

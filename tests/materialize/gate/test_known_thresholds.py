@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 
-from semblend.materialize.gate.gate import DialGate, ThresholdGate, make_gate, prefill_at_once
+from semblend.materialize.gate.gate import Gate, prefill_at_once
 from semblend.materialize.gate.thresholds import (
     DEFAULT,
     NUMBERS,
+    RECOMPUTE_LEVELS,
     STEPS,
-    WAYS,
     DialTable,
     PassageOrder,
     TableSource,
@@ -44,7 +44,7 @@ def test_every_table_says_who_measured_it_and_reads_back_as_it_was_written(name)
 @pytest.mark.parametrize("name", ["qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b", "tinyllama-1.1b"])
 def test_a_measured_dial_expects_less_of_a_larger_repair_of_passages_in_order(name):
     means = choose_table(name).thresholds.dial.means[PassageOrder.IN_ORDER]
-    assert [means[way] for way in WAYS] == sorted(means.values(), reverse=True)
+    assert [means[way] for way in RECOMPUTE_LEVELS] == sorted(means.values(), reverse=True)
 
 
 @pytest.mark.parametrize("name", [*sorted(read_known()), "unheard-of"])
@@ -67,11 +67,10 @@ def test_a_model_with_thresholds_but_no_dial_keeps_them_for_passages_in_order_on
     chosen = choose_table("smollm2-135m")
     assert not find_known("smollm2-135m")[1].dial.means, "it has a dial of its own now: take another example"
     assert chosen.borrows
-    assert make_gate(chosen.thresholds, IN_ORDER_PLAN, 0.02) == ThresholdGate(chosen.thresholds, 0.02)
+    assert Gate.of(chosen.thresholds, IN_ORDER_PLAN, 0.02) == Gate(chosen.thresholds, 0.02)
     for plan in (REORDERED_PLAN, SEVERAL_PLAN):
-        gate = make_gate(chosen.thresholds, plan, 0.3)
-        assert isinstance(gate, DialGate)
-        assert gate.table is DEFAULT.dial
+        gate = Gate.of(chosen.thresholds, plan, 0.3)
+        assert gate.dial is DEFAULT.dial
 
 
 def test_a_dial_that_knows_one_order_of_moved_passages_borrows_for_the_other_alone():
@@ -116,7 +115,7 @@ def test_an_empty_dial_knows_nothing():
 
 def test_a_part_of_a_donors_passages_goes_by_thresholds_where_its_whole_goes_by_the_dial():
     table = choose_table("qwen2.5-coder-1.5b").thresholds
-    assert isinstance(make_gate(table, WHOLE_PLAN, 0.02), DialGate)
-    assert make_gate(table, IN_ORDER_PLAN, 0.02) == ThresholdGate(table, 0.02)
+    assert Gate.of(table, WHOLE_PLAN, 0.02).dial is not None
+    assert Gate.of(table, IN_ORDER_PLAN, 0.02) == Gate(table, 0.02)
     assert prefill_at_once(table, IN_ORDER_PLAN, 0.003) is None
     assert prefill_at_once(table, WHOLE_PLAN, 1e-9) is not None

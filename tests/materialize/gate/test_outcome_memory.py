@@ -209,7 +209,7 @@ def test_threads_do_not_lose_outcomes():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(300)
     assert memory.decline_in_vain(LONG, ACME) is None
     assert memory.count_records() == 1
 

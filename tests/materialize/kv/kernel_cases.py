@@ -15,13 +15,14 @@ pytest.importorskip("triton", reason="the kernels need triton")
 
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
+from plain_attention import attend_plain  # noqa: E402
 
+from semblend.errors import InputError  # noqa: E402
 from semblend.integration.vllm.worker import grouped_attention  # noqa: E402
 from semblend.materialize.contract import Rows  # noqa: E402
 from semblend.materialize.gate.observers import add_attention  # noqa: E402
 from semblend.materialize.kv import attention_kernels  # noqa: E402
 from semblend.materialize.kv.attention_kernels import Attended, scattered_attention  # noqa: E402
-from semblend.materialize.kv.attention_plain import attend_plain  # noqa: E402
 from semblend.materialize.kv.kernels import gather_rows, splice_moves  # noqa: E402
 from semblend.materialize.kv.layout import KvLayout  # noqa: E402
 from semblend.materialize.kv.moves import (  # noqa: E402
@@ -376,3 +377,27 @@ def test_no_rows_give_no_rows():
 @given(st.sets(st.integers(0, 79), min_size=1, max_size=40), st.sampled_from([1, 2, 3]), st.sampled_from([None, 2]))
 def test_any_choice_of_rows_is_attended_as_the_twin_does(rows, group, parts):
     assert_same_attention(attention_case(sorted(rows), 80, 2 * group, 2, 16, torch.float32), parts)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"q": torch.zeros(2, 3, 8)}, "heads are a multiple"),
+        ({"q": torch.zeros(2, 4, 9)}, "over keys"),
+        ({"q": torch.zeros(2, 4, 8).half()}, "float16"),
+        ({"q": torch.zeros(2, 4)}, "queries"),
+        ({"positions": torch.zeros(3, dtype=torch.int64)}, "2 rows, positions"),
+        ({"positions": torch.zeros(2)}, "2 rows, positions"),
+        ({"v": torch.zeros(5, 2, 8)}, "values"),
+    ],
+)
+def test_attention_over_shapes_that_do_not_fit_is_refused(change, words):
+    case = {
+        "q": torch.zeros(2, 4, 8),
+        "positions": torch.arange(2),
+        "context": torch.arange(6),
+        "k": torch.zeros(6, 2, 8),
+        "v": torch.zeros(6, 2, 8),
+    }
+    with pytest.raises(InputError, match=words):
+        scattered_attention(**(case | change), scale=1.0)

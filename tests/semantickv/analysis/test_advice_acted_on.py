@@ -18,13 +18,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from semantickv.analysis.advice import Advice
+from semantickv.analysis.advice import ENGINES, NOISE, Advice
 from semantickv.analysis.advise import Question, advise
-from semantickv.analysis.engines import ENGINES
-from semantickv.analysis.sizing import NOISE
 from semantickv.analysis.tiers import DECODE_MS, Speed, Tier, replay_tiers
 from semantickv.cli import main
-from semantickv.output import advise_words
+from semantickv.output import advise as advise_output
 from semantickv.simulator.capacity import Capacity
 from semantickv.simulator.forest import build_forest
 from semantickv.simulator.simulate import simulate
@@ -155,7 +153,7 @@ def test_unused_host_memory_is_offered_where_to_buy_it_would_not_pay() -> None:
     assert made.spare is not None
     command = made.write_command(made.spare)
     assert count_hits(made, read_host_tokens(made, command)) > 1.5 * count_hits(made)
-    told = advise_words.describe_how_to_set_it(made)
+    told = advise_output.describe_how_to_set_it(made)
     assert "costs more than it saves" in told
     assert f"`{command}`" in told
 
@@ -200,8 +198,8 @@ def test_on_recorded_conversations_more_memory_is_advised_and_helps() -> None:
     trace = Trace.read(path)
     made = advise(trace, Question(engine="vllm"), policies=("lru",))
     assert made.ceiling.token_hit_rate > made.choice.own.token_hit_rate + 0.2
-    assert advise_words.format_headline(made).startswith("Add host memory")
-    assert "othing to set" not in advise_words.describe_how_to_set_it(made)
+    assert advise_output.format_headline(made).startswith("Add host memory")
+    assert "othing to set" not in advise_output.describe_how_to_set_it(made)
     unused = Question(engine="vllm", memory="dram", gib_hour_cost=0.0)
     free = advise(trace, unused, policies=("lru",), sizes=[512 * GIB // made.token_bytes])
     before, after = count_hits(free), count_hits(free, read_host_tokens(free, free.command))

@@ -14,12 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semantickv.analysis.advice import Advice, Point, count_hits_by_type
+from semantickv.analysis.advice import ENGINES, Advice, Point, count_hits_by_type, find_knee, find_paying_size
 from semantickv.analysis.advise import Question, advise, choose_policy
-from semantickv.analysis.engines import ENGINES
-from semantickv.analysis.sizing import find_knee, find_paying_size
 from semantickv.cli import main
-from semantickv.output import advise_figure, advise_page, advise_words
+from semantickv.output import advise as advise_output
 from semantickv.simulator.policies import POLICIES
 from semantickv.traces.trace import Trace, TraceRequest
 from semantickv.workloads.families import generate_workload
@@ -67,7 +65,7 @@ def test_hit_rates_grow_with_memory_and_reach_the_ceiling(advice: Advice) -> Non
 
 def test_any_position_adds_where_documents_come_in_another_order(advice: Advice) -> None:
     assert advice.anywhere[advice.chosen].token_hit_rate > advice.get_advised_point(advice.policy).token_hit_rate + 0.1
-    assert "any position" in advise_words.describe_reuse_at_any_position(advice)
+    assert "any position" in advise_output.describe_reuse_at_any_position(advice)
 
 
 def test_tokens_by_type_add_up_to_the_prompts_and_the_hits(advice: Advice) -> None:
@@ -77,13 +75,13 @@ def test_tokens_by_type_add_up_to_the_prompts_and_the_hits(advice: Advice) -> No
 
 
 def test_the_page_leads_with_the_advice_and_says_simulated(advice: Advice, tmp_path: Path) -> None:
-    advise_page.write_advice(advice, tmp_path)
+    advise_output.write_advice(advice, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {
-        "advice.html", "advice.md", "advice.json", advise_page.FIGURE,
+        "advice.html", "advice.md", "advice.json", advise_output.FIGURE,
     }  # fmt: skip
     page = (tmp_path / "advice.html").read_text()
     assert ">Simulated<" in page
-    assert html.escape(advise_words.format_headline(advice)) in page
+    assert html.escape(advise_output.format_headline(advice)) in page
     assert "<svg" in page
     assert not re.search(r"(src|href)=\"https?://", page)  # one file, no network
     assert "(simulated)" in (tmp_path / "advice.md").read_text().splitlines()[0]
@@ -95,8 +93,8 @@ def test_the_page_leads_with_the_advice_and_says_simulated(advice: Advice, tmp_p
 def test_traffic_without_reuse_is_told_so() -> None:
     requests = [TraceRequest(str(n), float(n), (n,), (100,), ("user",)) for n in range(120)]
     none = advise(Trace.from_requests(requests), policies=("lru",))
-    assert "would not help" in advise_words.format_headline(none)
-    assert "0.0%" in advise_words.format_lead(none)
+    assert "would not help" in advise_output.format_headline(none)
+    assert "0.0%" in advise_output.format_lead(none)
 
 
 def test_the_ceiling_is_computed_whatever_sizes_were_tried() -> None:
@@ -114,7 +112,7 @@ def test_the_ceiling_is_computed_whatever_sizes_were_tried() -> None:
         hit += sum(tokens[n] for n in range(len(ids)) if tuple(ids[: n + 1]) in seen)
         seen |= {tuple(ids[: n + 1]) for n in range(len(ids))}
     assert small.ceiling.tokens_saved == hit
-    assert f"would give {small.ceiling.token_hit_rate:.0%};" in advise_words.format_lead(small)
+    assert f"would give {small.ceiling.token_hit_rate:.0%};" in advise_output.format_lead(small)
 
 
 def test_a_trace_of_lengths_alone_is_told_that_it_cannot_tell(tmp_path: Path) -> None:
@@ -123,13 +121,13 @@ def test_a_trace_of_lengths_alone_is_told_that_it_cannot_tell(tmp_path: Path) ->
         "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00,4000,10\n2024-05-10 00:00:01,900,5\n"
     )
     made = advise(Trace.read(trace), policies=("lru",))
-    assert "cannot tell" in advise_words.format_headline(made)
-    assert "would not help" not in advise_page.format_markdown(made)
+    assert "cannot tell" in advise_output.format_headline(made)
+    assert "would not help" not in advise_output.format_markdown(made)
     assert made.as_json()["advice"] is None
-    page = advise_page.format_html(made)
+    page = advise_output.format_html(made)
     assert "0.0%" not in page  # no figure and no table that look like a result
     assert "<svg" not in page
-    advise_page.write_advice(made, tmp_path)
+    advise_output.write_advice(made, tmp_path)
 
 
 def test_the_command_writes_the_page_for_the_sizes_that_were_asked_for(tmp_path: Path, capsys) -> None:
@@ -160,12 +158,12 @@ def test_the_page_prints_the_flags_of_the_chosen_engine(engine: str, advice: Adv
         size if engine == "semblend" else max(-(-size * made.token_bytes // units[engine]), 5 * (engine == "lmcache"))
     )
     assert re.findall(r"\d+", made.command)[-1] == str(number)
-    assert made.command in html.unescape(advise_page.format_html(made))
+    assert made.command in html.unescape(advise_output.format_html(made))
     assert made.as_json()["advice"]["command"] == made.command
 
 
 def test_a_policy_that_no_engine_has_is_called_so(advice: Advice) -> None:
-    assert "No engine" in advise_words.describe_how_to_set_it(
+    assert "No engine" in advise_output.describe_how_to_set_it(
         replace(advice, choice=replace(advice.choice, policy="s3fifo"))
     )
 
@@ -188,7 +186,7 @@ def test_dear_memory_is_not_advised_and_unused_memory_is_all_taken(advice: Advic
 
     dear, unused = by_price(1e9), by_price(0.0)
     assert not dear.choice.adds
-    assert "costs more than it saves" in advise_words.describe_how_to_set_it(dear)
+    assert "costs more than it saves" in advise_output.describe_how_to_set_it(dear)
     best = unused.curves["lru"][-1].token_hit_rate
     assert unused.choice.point.token_hit_rate >= best - 0.005
     assert unused.curves["lru"][unused.chosen - 1].token_hit_rate < best - 0.005
@@ -201,10 +199,10 @@ def test_a_trace_whose_half_asks_for_another_size_is_called_too_short(advice: Ad
     here = made.choice.point.tokens
     for half in (3 * here, here // 3, None):
         far = replace(made, half=half)
-        assert "too short" in advise_words.describe_stability(far)
-        assert advise_words.describe_stability(far) in advise_words.list_limits(far)
+        assert "too short" in advise_output.describe_stability(far)
+        assert advise_output.describe_stability(far) in advise_output.list_limits(far)
         assert not replace(far, engine="vllm").command
-    assert "too short" not in advise_words.describe_stability(replace(made, half=here))
+    assert "too short" not in advise_output.describe_stability(replace(made, half=here))
 
 
 def test_memory_that_only_the_length_of_the_trace_asks_for_shows() -> None:
@@ -215,8 +213,8 @@ def test_memory_that_only_the_length_of_the_trace_asks_for_shows() -> None:
     growing = advise(Trace.from_requests(requests), Question(pool_tokens=10_000), policies=("lru",))
     assert growing.half is not None
     assert growing.half < growing.choice.point.tokens
-    assert "too short" in advise_words.describe_stability(growing)
-    assert advise_words.format_headline(growing).startswith("Add host memory: ")
+    assert "too short" in advise_output.describe_stability(growing)
+    assert advise_output.format_headline(growing).startswith("Add host memory: ")
 
 
 def test_all_policies_are_compared_by_default() -> None:
@@ -227,18 +225,18 @@ def test_all_policies_are_compared_by_default() -> None:
 def test_names_in_the_trace_cannot_write_into_the_page(tmp_path: Path) -> None:
     requests = [TraceRequest(str(n), float(n), (1,), (100,), ("<script>x</script>",)) for n in range(4)]
     made = advise(Trace.from_requests(requests, name="<img src=x>"), policies=("lru",))
-    page = advise_page.format_html(made)
+    page = advise_output.format_html(made)
     assert "<script>" not in page
     assert "<img" not in page
 
 
 def test_a_long_trace_is_sampled_and_the_page_says_so(monkeypatch: pytest.MonkeyPatch, advice: Advice) -> None:
     monkeypatch.setattr(
-        "semantickv.analysis.advise.MOST_ACCESSES", advice.trace.block_accesses * len(advice.sizes) * 3 // 2
+        "semantickv.analysis.advise.MAX_ACCESSES", advice.trace.block_accesses * len(advice.sizes) * 3 // 2
     )
     sampled = advise(advice.trace, policies=("lru", "s3fifo"))
     assert sampled.rate == pytest.approx(0.5)
-    assert any("samples of 50.0% of the blocks" in limit for limit in advise_words.list_limits(sampled))
+    assert any("samples of 50.0% of the blocks" in limit for limit in advise_output.list_limits(sampled))
     for found, full in zip(sampled.curves["lru"], advice.curves["lru"], strict=True):
         assert found.block_hit_rate == pytest.approx(full.block_hit_rate, abs=0.12)
 
@@ -252,7 +250,7 @@ def test_an_unknown_model_or_size_is_refused() -> None:
 
 
 def test_the_figure_draws_every_policy_and_names_the_advised_one_first(advice: Advice) -> None:
-    figure = advise_figure.build_figure(advice)
+    figure = advise_output.build_figure(advice)
     wide, narrow = figure.drawings
     for name in advice.curves:
         assert f"<title>{name}</title>" in wide

@@ -16,11 +16,12 @@ import pytest
 
 from semantickv.analysis.advice import Advice
 from semantickv.analysis.advise import Question, advise
-from semantickv.output import advise_page
-from semantickv.output.advise_words import SIMULATED, format_gib, format_hours
+from semantickv.output import advise as advise_output
+from semantickv.output.advise import SIMULATED
 from semantickv.simulator.capacity import Capacity
 from semantickv.simulator.simulate import simulate
 from semantickv.traces.trace import Trace, TraceRequest
+from semblend.formatting import format_gib, format_hours
 from semblend.prices import load_price_book
 
 TOKENS = 512
@@ -243,7 +244,7 @@ def test_every_sentence_is_what_brute_force_counts(made: Advice, requests: list[
     told = f"LRU with {gib(added)} of host memory added: {rate:.0%} of prompt tokens from cache, {own_rate:.0%} without"
     if found is None:
         told = f"Leave the engine's memory as it is: {own_rate:.0%} of prompt tokens from cache"
-    page = advise_page.format_markdown(made)
+    page = advise_output.format_markdown(made)
     assert page.splitlines()[0] == f"# {told} (simulated)"
 
     bound = f" Knowing the future (belady_bypass) would give {percent(future)}." if future > rate else ""
@@ -324,7 +325,7 @@ def test_the_tables_are_what_brute_force_counts(made: Advice, requests: list[Tra
     all_of = count_for(requests)
     hits = all_of.list_hits()
     own = all_of.sizes.index(all_of.own)
-    page = advise_page.format_markdown(made)
+    page = advise_output.format_markdown(made)
     row = next(line for line in page.splitlines() if line.startswith("| HBM |"))
     assert row.startswith(f"| HBM | 0 | {gib(POOL)} | LRU | {percent(hits[own] / all_of.tokens)} |")
     for tier in ("dram", "ssd"):
@@ -338,7 +339,7 @@ def test_the_tables_are_what_brute_force_counts(made: Advice, requests: list[Tra
         assert f"| {gib(all_of.sizes[at] + all_of.more)} | LRU | {percent(hits[at] / all_of.tokens)} |" in row
         assert row.endswith(f"| {net:,.2f} |")
     lru = next(line for line in page.splitlines() if line.startswith("| lru |")).replace("*", "").removesuffix(" |")
-    assert lru.split(" | ")[1:] == [percent(hits[at] / all_of.tokens) for at in advise_page.choose_columns(made)]
+    assert lru.split(" | ")[1:] == [percent(hits[at] / all_of.tokens) for at in advise_output.choose_columns(made)]
     by_request = count_lru_hits(requests, made.choice.point.tokens)
     for kind in ("system", "user", "retrieved_context"):
         total = sum(TOKENS for one in requests for name in one.block_types if name == kind)
@@ -353,9 +354,9 @@ def test_the_tables_are_what_brute_force_counts(made: Advice, requests: list[Tra
 
 def test_the_html_says_what_the_markdown_says(made: Advice) -> None:
     text = html.unescape(
-        re.sub(r"<(?!svg)[^>]+>", "", re.sub(r"<svg.*?</svg>", "", advise_page.format_html(made), flags=re.S))
+        re.sub(r"<(?!svg)[^>]+>", "", re.sub(r"<svg.*?</svg>", "", advise_output.format_html(made), flags=re.S))
     )
-    for sentence in list_sentences(advise_page.format_markdown(made)):
+    for sentence in list_sentences(advise_output.format_markdown(made)):
         if not sentence.startswith("**"):
             assert sentence.replace("`", "") in text
 
@@ -363,7 +364,7 @@ def test_the_html_says_what_the_markdown_says(made: Advice) -> None:
 def test_where_nothing_pays_the_page_says_so_and_no_more(requests: list[TraceRequest]) -> None:
     asked = Question(model="llama-3.1-8b", memory="dram", gib_hour_cost=1e6, pool_tokens=POOL)
     made = advise(Trace.from_requests(requests), asked, policies=("lru",), sizes=SIZES)
-    page = advise_page.format_markdown(made)
+    page = advise_output.format_markdown(made)
     all_of = count_for(requests)
     hits = dict(zip(all_of.sizes, all_of.list_hits(), strict=True))
     own = hits[all_of.own] / all_of.tokens

@@ -7,9 +7,8 @@ from collections import Counter
 
 import pytest
 
-from semantickv.analysis.advise import Question, advise
-from semantickv.analysis.arranged import arrange_trace
-from semantickv.output import advise_words
+from semantickv.analysis.advise import Question, advise, arrange_trace
+from semantickv.output import advise as advise_output
 from semantickv.traces.trace import Trace, TraceRequest
 from semantickv.workloads.families import generate_workload
 
@@ -47,7 +46,7 @@ def test_the_same_passages_in_any_order_hit_as_one_prefix() -> None:
     assert made.arranged.token_hit_rate == pytest.approx(59 * 5 / (60 * 6))
     gain = made.arranged.token_hit_rate - made.at_chosen.token_hit_rate
     assert gain > 0.05
-    told = advise_words.describe_arranging(made)
+    told = advise_output.describe_arranging(made)
     assert f"{made.arranged.token_hit_rate:.1%}" in told
     assert f"{gain * 100:+.1f} points" in told
     assert made.as_json()["arranged"]["token_hit_rate"] == made.arranged.token_hit_rate
@@ -67,4 +66,4 @@ def test_a_trace_without_passages_or_of_whole_prefixes_cannot_be_arranged() -> N
     assert arrange_trace(generate_workload(["repeated_system"], sessions=2, requests=2, seed=1), 1000) is None
     alone = Trace.from_requests([ask(at, [10 + at]) for at in range(3)])
     assert arrange_trace(alone, 1000) is None
-    assert advise_words.describe_arranging(advise(alone, policies=("lru",))) == ""
+    assert advise_output.describe_arranging(advise(alone, policies=("lru",))) == ""

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semantickv.analysis.calibration import Observations, calibrate, read_observations
+from semantickv.analysis.latency import Observations, calibrate, read_observations
 from semantickv.traces.trace import Trace
 from semblend.errors import InputError
 
@@ -80,7 +80,7 @@ def test_computed_tokens_are_read_from_the_trace_and_guessed_only_where_it_is_si
     text = "".join(json.dumps(one) + "\n" for one in records)
     path = tmp_path / name
     path.write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
-    seen = read_observations(path, Trace.read(path))
+    seen = read_observations(Trace.read(path))
     assert seen.prefill_tokens.tolist() == [40, 120, 150]
     assert seen.ttft_ms.tolist() == [10, 20, 30]
     assert seen.assumed_cold == 1
@@ -90,4 +90,4 @@ def test_a_trace_without_times_is_told(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text(json.dumps(record(1)) + "\n")
     with pytest.raises(InputError, match="no observed time"):
-        read_observations(path, Trace.read(path))
+        read_observations(Trace.read(path))

@@ -7,8 +7,7 @@ import pytest
 from semantickv.analysis.placement import PREFILL_TOKENS_S, TOKEN_S, place_trace
 from semantickv.routing.policies import POLICIES
 from semantickv.routing.router import EngineReuse
-from semantickv.traces.request import TraceRequest
-from semantickv.traces.trace import Trace
+from semantickv.traces.trace import Trace, TraceRequest
 
 DOCUMENT = tuple(range(100, 120))
 

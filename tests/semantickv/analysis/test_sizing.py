@@ -9,12 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from semantickv.analysis.advice import MIN_UNITS, Costs, resample
 from semantickv.analysis.advise import Question, advise
-from semantickv.analysis.intervals import LEAST_UNITS, resample
 from semantickv.analysis.latency import LatencyModel
-from semantickv.analysis.sizing import Costs
 from semantickv.cli import main
-from semantickv.output import advise_words
+from semantickv.output import advise as advise_output
 from semantickv.simulator.capacity import Capacity, count_kv_bytes_per_token
 from semantickv.simulator.simulate import simulate
 from semantickv.traces.trace import Trace, TraceRequest
@@ -147,10 +146,10 @@ def test_the_interval_holds_the_hit_rate_of_the_whole_trace() -> None:
 
 
 def test_too_few_sessions_are_too_short_and_the_headline_says_so() -> None:
-    made = advise(make_trace(LEAST_UNITS - 1), policies=("lru",))
+    made = advise(make_trace(MIN_UNITS - 1), policies=("lru",))
     assert made.sureness is None
     assert made.is_too_short
-    assert advise_words.format_headline(made).startswith("Trace too short")
+    assert advise_output.format_headline(made).startswith("Trace too short")
     assert not made.command
     assert made.as_json()["advice"]["trace_too_short"] is True
 
@@ -164,11 +163,11 @@ def test_a_price_of_memory_needs_to_know_of_which() -> None:
 def test_running_requests_that_fill_the_gpu_are_told() -> None:
     made = advise(make_trace(60), Question(model="llama-3.1-8b", pool_tokens=7_000), policies=("lru",))
     assert made.room.is_short
-    assert "wants more GPUs before it wants a cache" in advise_words.format_lead(made)
+    assert "wants more GPUs before it wants a cache" in advise_output.format_lead(made)
     large = advise(make_trace(60), Question(model="llama-3.1-8b"), policies=("lru",))
     pool = (0.9 * 131 - 2 * 8.03e9 / 2**30) * 2**30 / large.token_bytes
     assert large.room.pool == pytest.approx(pool, abs=1)
-    assert "more GPUs" not in advise_words.format_lead(large)
+    assert "more GPUs" not in advise_output.format_lead(large)
 
 
 def test_memory_that_an_engines_flags_do_not_set_is_refused() -> None:
@@ -192,9 +191,9 @@ def test_a_trace_without_duration_has_its_knee_and_no_money() -> None:
     )
     made = advise(at_once, policies=("lru",))
     assert made.as_json()["advice"]["size_chosen_by"] == "knee"
-    assert "USD" not in advise_words.describe_money(made)
-    assert not advise_words.build_tier_rows(made)
-    assert any("knee" in limit for limit in advise_words.list_limits(made))
+    assert "USD" not in advise_output.describe_money(made)
+    assert not advise_output.build_tier_rows(made)
+    assert any("knee" in limit for limit in advise_output.list_limits(made))
 
 
 def test_the_command_takes_prices_from_a_file_and_refuses_a_wrong_one(

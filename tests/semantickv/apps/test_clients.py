@@ -120,7 +120,7 @@ def test_curl_gets_json_and_events(router):
         data = json.dumps({"messages": [{"role": "user", "content": DOCUMENT}], "max_tokens": 4, **body})
         command = ["curl", "-sS", "--fail-with-body", "--max-time", str(PATIENCE_S), *words, "-d", data]
         command += ["-H", "Content-Type: application/json", router[0] + "/v1/chat/completions"]
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
 
     assert json.loads(curl())["choices"]
     assert "x-replica-id: r" in curl("-i")

@@ -214,7 +214,7 @@ def test_the_command_serves_traces_and_ends_with_a_signal(tmp_path):
 def test_an_application_without_its_settings_says_what_is_missing():
     command = [sys.executable, "-m", "uvicorn", "semantickv.apps.locality_router:app", "--port", "0"]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("SEMANTICKV_")}
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode != 0
     assert "SEMANTICKV_REPLICAS" in done.stderr
     assert "Traceback" not in done.stderr

@@ -11,9 +11,8 @@ from semantickv.apps.simulation_api import MOST_BODY_BYTES, build_api
 from semantickv.settings import ApiSettings
 from semantickv.simulator.capacity import Capacity
 from semantickv.simulator.simulate import simulate
-from semantickv.traces.request import TraceRequest
 from semantickv.traces.segmentation import TextBlock
-from semantickv.traces.trace import Trace
+from semantickv.traces.trace import Trace, TraceRequest
 from semblend.errors import InputError
 
 EXAMPLE = {

@@ -125,7 +125,7 @@ def certificate(tmp_path_factory):
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
     command += ["-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost", "-keyout", str(key), "-out", str(cert)]
     try:
-        subprocess.run(command, check=True, capture_output=True, timeout=60)
+        subprocess.run(command, check=True, capture_output=True, timeout=300)
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("no openssl command that makes certificates")
     return TlsFiles(str(cert), str(key))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semantickv.analysis.bounds import compute_upper_bound
+from semantickv.analysis.mrc import compute_upper_bound
 from semantickv.simulator.capacity import Capacity
 from semantickv.simulator.policies import POLICIES
 from semantickv.simulator.simulate import build_forest, simulate

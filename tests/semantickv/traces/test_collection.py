@@ -22,7 +22,7 @@ from semantickv.apps.collecting import CollectingApp
 from semantickv.traces.collection import Collector, has_content
 from semantickv.traces.segmentation import Segmenter
 from semantickv.traces.trace import Trace
-from semantickv.traces.trace_writer import MOST_HELD, TraceWriter
+from semantickv.traces.trace_writer import MAX_HELD, TraceWriter
 from semantickv.workloads.mock_traffic import collect_mock
 from semblend.errors import ConfigError, InputError
 from semblend.http.connections import Deadlines
@@ -124,9 +124,9 @@ def test_lines_are_in_order_of_arrival_whatever_ends_first(tmp_path: Path) -> No
 def test_a_request_that_hangs_does_not_hold_the_others_for_ever(tmp_path: Path) -> None:
     with TraceWriter(tmp_path / "t.jsonl") as writer:
         hanging = writer.take_ticket()
-        for _ in range(MOST_HELD + 1):
+        for _ in range(MAX_HELD + 1):
             writer.put(writer.take_ticket(), {})
-        assert writer.written == MOST_HELD + 1
+        assert writer.written == MAX_HELD + 1
         writer.put(hanging, {})
         assert writer.dropped == 1
 
@@ -290,7 +290,7 @@ def collecting(app: CollectingApp, **known: Any) -> Iterator[int]:
 
 
 def ask(port: int, body: object, path: str = "/v1/chat/completions", method: str = "POST") -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
     try:
         connection.request(method, path, None if method == "GET" else json.dumps(body), {"X-Session-ID": "s1"})
         answer = connection.getresponse()
@@ -376,7 +376,7 @@ def test_a_body_of_any_depth_is_forwarded_and_such_an_answer_too(tmp_path: Path)
         proxy = CollectingApp(f"http://127.0.0.1:{engine}", Collector(writer))
         with collecting(proxy) as port:
             for body in (deep, json.dumps({"prompt": "x", "model": "m"})):
-                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
                 connection.request("POST", "/v1/completions", body)
                 assert connection.getresponse().read() == deep
                 connection.close()

@@ -22,8 +22,7 @@ from semantickv.engine_state.events import BlockHash, BlockStored, encode_batch
 from semantickv.engine_state.subscriber import EventSource
 from semantickv.simulator.capacity import Capacity
 from semantickv.simulator.simulate import simulate
-from semantickv.traces.event_collector import EventCollector
-from semantickv.traces.kv_events import EventTrace
+from semantickv.traces.kv_events import EventCollector, EventTrace
 from semantickv.traces.trace import Trace
 from semantickv.traces.trace_writer import TraceWriter
 from semblend.errors import InputError

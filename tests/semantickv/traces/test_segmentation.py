@@ -12,8 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semantickv.traces.classification import DEFAULT_RULES, Classifier, Rule, TextPiece, load_rules
-from semantickv.traces.segmentation import Segmenter, hash_content
+from semantickv.traces.segmentation import (
+    DEFAULT_RULES,
+    Classifier,
+    Rule,
+    Segmenter,
+    TextPiece,
+    hash_content,
+    load_rules,
+)
 from semantickv.traces.trace import BLOCK_TYPES
 from semblend.errors import InputError
 

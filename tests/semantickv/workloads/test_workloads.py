@@ -11,8 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semantickv.workloads.arrivals import PROCESSES, Arrivals
-from semantickv.workloads.families import FAMILIES, ONCE, SESSION, generate_requests, generate_workload
+from semantickv.workloads.families import (
+    FAMILIES,
+    ONCE,
+    PROCESSES,
+    SESSION,
+    Arrivals,
+    generate_requests,
+    generate_workload,
+)
 from semantickv.workloads.from_text import TEXT_WORKLOADS, TextSource, generate_text_workload
 from semblend.errors import InputError
 

@@ -70,7 +70,7 @@ def wait_until_ready(server: subprocess.Popen[bytes], url: str, log: Path) -> No
     end = time.monotonic() + START_S
     while time.monotonic() < end and server.poll() is None:
         with suppress(httpx.TransportError):
-            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+            if httpx.get(f"{url}/health", timeout=30).status_code == 200:
                 return
         time.sleep(0.5)
     pytest.fail(f"the server did not start: {log.read_text()[-2000:]}")

@@ -51,7 +51,7 @@ def listening(engine, settings: ServeConfig | None = None) -> Iterator[str]:
         yield f"http://127.0.0.1:{sock.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(300)
         sock.close()
 
 

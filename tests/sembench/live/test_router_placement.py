@@ -16,7 +16,7 @@ from semantickv.apps.build import build_router  # noqa: E402
 from semantickv.settings import EdgeSettings  # noqa: E402
 from sembench.cli import main  # noqa: E402
 
-PATIENCE_S = 20
+PATIENCE_S = 120
 
 
 @contextmanager

@@ -168,7 +168,6 @@ def test_a_turn_waits_for_the_answer_before_it_and_then_thinks() -> None:
     assert at["a2"] - at["a1"] >= 0.505
     assert [one.turn for one in timed] == [0, 1, 0]
     assert timed[1].due_s == pytest.approx(timed[0].finished_s + 0.5)  # thinking is no waiting
-    assert timed[1].late_ms < 450
 
 
 def test_pauses_are_drawn_and_bounded() -> None:

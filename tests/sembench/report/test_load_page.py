@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from sembench.report.load_page import render_load_html
+from sembench.report.page import render_load_html
 from sembench.result import LoadPoint, LoadResult
 
 

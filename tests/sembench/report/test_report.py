@@ -20,8 +20,8 @@ from sembench.report.charts import FIGURES
 from sembench.report.story import build_tiles, list_absent, write_headline
 from sembench.result import RequestRecord
 from sembench.witnesses.engine_events import summarize_file
+from semblend.web.charts import Scale, choose_even_ticks, list_doublings, thin_out
 from semblend.web.site import write_icon
-from semblend.web.svg import Scale, choose_even_ticks, list_doublings, thin_out
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 VOID = {"meta", "br", "hr", "img", "input", "link", "line", "wbr"}

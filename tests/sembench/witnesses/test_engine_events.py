@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from sembench.cli import main
 from sembench.witnesses.engine_events import ENGINES, make_parser, summarize_file, summarize_log
-from sembench.witnesses.log_lines import Level, read_line
-from sembench.witnesses.parsers import EngineEventKind
+from sembench.witnesses.log_lines import EngineEventKind, Level, read_line
 from semblend.confirm import events
 from semblend.confirm.events import Event
 from semblend.confirm.log_lines import format_line

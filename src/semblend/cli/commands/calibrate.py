@@ -18,8 +18,8 @@ from semblend.cli.shared_flags import add_dtype, engine_imports
 from semblend.errors import InputError
 
 if TYPE_CHECKING:
+    from semblend.materialize.calibrate import CalibrationPrompt, Moved, PromptMeasure
     from semblend.materialize.gate.thresholds import Thresholds
-    from semblend.materialize.measure_ways import CalibrationPrompt, Moved, PromptMeasure
 
 DEFAULT_LIMIT = 24
 DEFAULT_ANSWER = 16
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
 def measure_prompts(model: Any, tokenizer: Any, pool: Any, args: argparse.Namespace) -> tuple[list[PromptMeasure], int]:
     """Runs every prompt through every way and cold, with progress; returns measurements, and on how many tokens."""
     from semblend.engine.model.model import PooledModel
-    from semblend.materialize.measure_ways import measure_prompt
+    from semblend.materialize.calibrate import measure_prompt
 
     known, measures, tokens, declined = _Known(args.pairs), [], 0, 0
     progress = Progress()
@@ -213,15 +213,14 @@ def as_table(thresholds: Thresholds) -> str:
 
 
 def _prompts(model: Any, tokenizer: Any, args: argparse.Namespace) -> Iterator[CalibrationPrompt]:
-    from semblend.demo import prompts
-    from semblend.demo.workloads import calibration
+    from semblend.demo import workloads
     from semblend.text.logs import PromptLog
 
     if args.prompts is None:
-        fitting = prompts.of_workloads(calibration(), tokenizer)
+        fitting = workloads.prompts_of_workloads(workloads.calibration(), tokenizer)
         return (one for one in fitting if max(map(len, (one.tokens, *one.donors))) <= args.max_tokens)
     log = PromptLog(args.prompts)
-    return prompts.of_log(log, tokenizer.encode, max_tokens=args.max_tokens, vocab=model.spec.vocab)
+    return workloads.prompts_of_log(log, tokenizer.encode, max_tokens=args.max_tokens, vocab=model.spec.vocab)
 
 
 def _key(args: argparse.Namespace, model: Any, prompt: CalibrationPrompt) -> str:
@@ -250,7 +249,7 @@ class _Known:
             raise InputError(f"cannot write {self.path}: {error.strerror}", hint="check the permissions") from None
 
     def _read(self, path: Path) -> None:
-        from semblend.materialize.measure_ways import PromptMeasure
+        from semblend.materialize.calibrate import PromptMeasure
 
         text = path.read_text(encoding="utf-8")
         whole = text[: text.rfind("\n") + 1]  # a run that was killed may have left half a line

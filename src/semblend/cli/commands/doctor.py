@@ -122,7 +122,7 @@ def _kernels() -> Iterator[Check]:
     section = "kernels"
     version = installed_version("numba")
     if version is None:
-        yield Check(section, "numba", Status.WARN, "missing: plain numpy does the work, slower", "pip install numba")
+        yield Check(section, "numba", Status.WARN, "missing: plain Python does the work, slower", "pip install numba")
         return
     from semblend import SemBlend, SemBlendConfig
     from semblend.pipeline import kernels_can_be_loaded
@@ -130,7 +130,7 @@ def _kernels() -> Iterator[Check]:
     if not kernels_can_be_loaded():
         hint = "numba and numpy must fit together: pip install --upgrade numba"
         yield Check(
-            section, "numba", Status.WARN, f"{version} cannot be loaded: plain numpy does the work, slower", hint
+            section, "numba", Status.WARN, f"{version} cannot be loaded: plain Python does the work, slower", hint
         )
         return
     yield Check(section, "numba", Status.OK, version)
@@ -157,7 +157,7 @@ def _kernel_cache(section: str) -> Check:
 def _packages() -> Iterator[Check]:
     from semblend.extras import extras
 
-    skipped = {"dev", "docs", *ENGINES.values()}
+    skipped = {"dev", "docs", *(module.partition(".")[0] for module in ENGINES.values())}
     extra_of: dict[str, list[str]] = {}
     for extra, wanted in extras().items():
         for one in wanted:
@@ -190,8 +190,8 @@ def _machine() -> Iterator[Check]:
 
 
 def _engines() -> Iterator[Check]:
-    for package, extra in ENGINES.items():
-        engine = read_engine(package)
+    for package, module in ENGINES.items():
+        engine, extra = read_engine(package), module.partition(".")[0]
         if engine.installed is None:
             yield Check("engines", package, Status.NOTE, f"not installed; known: {engine.known}  [{extra}]")
         elif engine.evidence == "none":
@@ -288,13 +288,13 @@ def _format_value(value: Any) -> str:
 # -- the machine -----------------------------------------------------------------------------------------------------
 
 ENGINES = {
-    "vllm": "vllm",
-    "sglang": "sglang",
-    "tensorrt-llm": "trtllm",
-    "ai-dynamo": "dynamo",
-    "transformers": "transformers",
+    "vllm": "vllm.versions",
+    "sglang": "sglang.versions",
+    "tensorrt-llm": "trtllm.engine_support",
+    "ai-dynamo": "dynamo.serve",
+    "transformers": "transformers.versions",
 }
-"""Packages of engines, and the extra and folder of each."""
+"""Packages of engines, and the module in `semblend.integration` with the versions of each; its folder is the extra."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,19 +352,14 @@ def list_gpus(run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.
 
 def read_engine(package: str) -> EngineVersions:
     """The installed version of an engine, and what its integration's table says of it."""
-    rows, find = _read_table(package)
+    table = importlib.import_module(f"semblend.integration.{ENGINES[package]}")
+    rows: Sequence[Support] = table.SUPPORTED
     known = ", ".join(row.version for row in rows) if len(rows) < 3 else f"{rows[0].version} to {rows[-1].version}"
     installed = installed_version(package)
     if installed is None:
         return EngineVersions(None, known)
-    row = find(installed)
+    row: Support = table.support(installed)
     return EngineVersions(installed, known, str(row.evidence), row.note)
-
-
-def _read_table(package: str) -> tuple[Sequence[Support], Callable[[str], Support]]:
-    """The rows of an engine's table of versions, and the function that finds the row of one."""
-    table = importlib.import_module(f"semblend.integration.{ENGINES[package]}.versions")
-    return table.SUPPORTED, table.support
 
 
 def list_pulled() -> list[str]:

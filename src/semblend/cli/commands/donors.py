@@ -196,7 +196,7 @@ def manage_vllm_donors(args: argparse.Namespace) -> int:
     same path here. A tenant is a cache_salt and is shown as 16 hex digits: --salt-file finds the digits of a salt that
     you know.
     """
-    from semblend.integration.vllm.scheduler.admin_socket import ask, find_sockets
+    from semblend.integration.vllm.scheduler.admin import ask, find_sockets
 
     command = _make_command(args)
     engines = find_sockets(args.socket)

@@ -181,8 +181,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _estimate(log: PromptLog, args: argparse.Namespace) -> dict[str, Any]:
-    from semblend.estimate.answer import LogFacts, build_answer
-    from semblend.estimate.rates import find_rates
+    from semblend.estimate.answer import LogFacts, build_answer, find_rates
     from semblend.estimate.replay import Replay
     from semblend.estimate.steps import ArrangePassages, DropRepeats, MoveFields, SortTools, Step
     from semblend.prices import load_price_book
@@ -216,7 +215,7 @@ def _estimate(log: PromptLog, args: argparse.Namespace) -> dict[str, Any]:
 
 def _choose_options(args: argparse.Namespace, kv_bytes: int) -> ReplayOptions:
     from semblend.discover.store import BYTES_PER_TOKEN
-    from semblend.estimate.rates import DEFAULT_KV_BYTES
+    from semblend.estimate.answer import DEFAULT_KV_BYTES
     from semblend.estimate.replay import ReplayOptions
 
     if args.cache_tokens and args.memory:

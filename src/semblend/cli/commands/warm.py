@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from semblend.arrange.corpus_prompts import group_documents
+from semblend.arrange.arranger import group_documents
 from semblend.cli.commandline import Commands, add_command
 from semblend.cli.output import Progress, say
 from semblend.cli.shared_flags import add_dtype, engine_imports

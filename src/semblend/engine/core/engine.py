@@ -250,7 +250,7 @@ class Engine:
         """Append the token and say it; a token outside the vocabulary would break the next pass for everybody."""
         if not 0 <= sampled.token < self.model.spec.vocab:
             raise SemBlendError(f"token {sampled.token} is not in the vocabulary", hint="check the model's logits")
-        receipt = self.reuse.confirm(sequence) if sequence.receipt is None else None
+        receipt = self.reuse.confirm(sequence)
         sequence.tokens.append(sampled.token)
         text, sequence.finish_reason = self._read_text_and_finish(sequence, sampled.token)
         matched = None
@@ -355,16 +355,17 @@ class Engine:
         prompt = request.place_in_namespace(
             model=self.config.model_name, kv_dtype=str(self.pool.dtype).removeprefix("torch.")
         )
+        session = self.reuse.open(request, prompt)
         return Sequence(
             request,
-            prompt,
+            session,
             stream,
             AnswerText(self.detokenizer.stream(), request.sampling.stop),
             make_generator(seed),
             max_length=min(self.max_length, len(prompt) + (request.sampling.max_tokens or self.max_length)),
             tokens=prompt.token_ids.tolist(),
             arrival=arrival,
-            to_fill=self.reuse.may_fill(request),
+            to_fill=self.reuse.may_fill(session),
         )
 
     def _as_request(self, prompt: Request | Prompt | Items[int], sampling: Sampling | None) -> Request:

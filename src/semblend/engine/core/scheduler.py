@@ -363,7 +363,7 @@ class Scheduler:
         sequence.blocks = known + self._pool.allocate(needed, sequence.tenant)
         sequence.computed = len(known) * self._pool.block_tokens
         if sequence.receipt is None:
-            sequence.exact_tokens = sequence.computed
+            sequence.session.exact_tokens = sequence.computed
         self.running.append(sequence)
         return True
 

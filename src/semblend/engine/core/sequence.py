@@ -13,10 +13,11 @@ from semblend.confirm.receipt import Receipt
 from semblend.engine.core.stops import AnswerText
 from semblend.engine.model.paged_kv import KvPool
 from semblend.errors import InputError, SemBlendError
-from semblend.materialize.blend.quality import Blended, Pieces, Rejected, Spliced
-from semblend.plan.reuse_plan import Decline, ReusePlan
+from semblend.materialize.blend.quality import Blended, Pieces, Rejected
+from semblend.plan.reuse_plan import Decline
 from semblend.plan.selection import Positions
 from semblend.prompt import Namespace, Prompt
+from semblend.session.session import NEVER, ReuseSession
 from semblend.wire.answer import Chunk, FinishReason, Logprob
 from semblend.wire.request import Request
 
@@ -93,17 +94,16 @@ class Times:
 class Sequence:
     """A request while the engine works on it: its tokens, its blocks, and how far its KV is computed.
 
-    ``computed`` positions have their KV in ``blocks``. From ``exact_until`` on that KV may be approximate and must
-    not enter the exact cache. ``to_fill``: donors were not looked for yet; that is done once. ``decision`` came from
-    the library, ``declined`` from the blender. ``max_length`` is where the answer has to end, in tokens of prompt and
-    answer. ``kept_tokens`` of the prompt are a donor, ``offered_blocks`` went to the exact cache. ``unsettled``: all
-    its KV was computed since it was last offered to the exact cache and as a donor. ``held``: positions of the prompt,
-    ascending, where donor KV is in place and that the engine leaves out while it computes the others (``spliced``).
-    ``filling`` is what the blender has still to do.
+    ``session`` says what became of it besides: donors, receipt. ``computed`` positions have their KV in ``blocks``.
+    ``to_fill``: donors are to be looked for, or are being put in place. ``max_length`` is where the answer has to end,
+    in tokens of prompt and answer. ``offered_blocks`` went to the exact cache. ``unsettled``: all its KV was computed
+    since it was last offered to the exact cache and as a donor. ``held``: positions of the prompt, ascending, where
+    donor KV is in place and that the engine leaves out while it computes the others. ``filling`` is what the blender
+    has still to do, ``blended`` what it has done.
     """
 
     request: Request
-    prompt: Prompt
+    session: ReuseSession
     stream: Stream
     text: AnswerText
     generator: torch.Generator
@@ -113,26 +113,32 @@ class Sequence:
     to_fill: bool = False
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
-    exact_tokens: int = 0
-    exact_until: int = EXACT_TO_THE_END
     finish_reason: FinishReason | None = None
     times: Times = field(default_factory=Times)
     preemptions: int = 0
-    decision: ReusePlan | Decline | None = None
-    declined: Decline | None = None
     blended: Blended | None = None
-    receipt: Receipt | None = None
     slots: torch.Tensor | None = None
     held: Positions | None = None
-    spliced: Spliced | None = None
     filling: Pieces[Blended | Rejected | Decline] | None = None
-    kept_tokens: int = 0
     offered_blocks: int = 0
     unsettled: bool = True
 
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.session.prompt
+
+    @property
+    def receipt(self) -> Receipt | None:
+        return self.session.receipt
+
+    @property
+    def exact_until(self) -> int:
+        """KV from there on may be approximate and must not enter the exact cache."""
+        return EXACT_TO_THE_END if self.session.approximate_from is None else self.session.approximate_from
 
     @property
     def namespace(self) -> Namespace:
@@ -195,7 +201,9 @@ class Sequence:
         """Forget what was computed; the caller has freed the blocks."""
         self.blocks, self.slots = [], None
         self.computed = 0
-        self.exact_until = EXACT_TO_THE_END
-        self.held = self.spliced = None
+        self.held = self.blended = None
         self.stop_filling()
         self.unsettled = True
+        was_asked = self.session.epoch != NEVER
+        self.session.restart()
+        self.to_fill = self.to_fill or (was_asked and self.session.is_open and not self.session.restarted)

@@ -1,7 +1,6 @@
 """Attention of rows over the paged pool: every row sees the positions of its sequence up to its own.
 
-`attend` picks the cheapest way for each segment; `attend_plain` is its twin, a gather and a masked softmax
-in float32, which the tests hold it to.
+`attend` picks the cheapest way for each segment; the tests hold it to a gather and a masked softmax in float32.
 
 | rows of the segment        | CPU                               | CUDA                                   |
 |----------------------------|-----------------------------------|----------------------------------------|
@@ -26,6 +25,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from semblend.engine.model.paged_kv import KvPool
+from semblend.materialize.attention_runs import attend_runs
 from semblend.materialize.contract import Rows
 
 # -- The rows of one step of the engine: those of several prompts, side by side in one forward pass.
@@ -136,9 +136,6 @@ TILE_SCORES = 1 << 21
 MOST_TILE_ROWS = 64
 # A tile's last row sees at most this many times the keys of its first: further ones would be computed in vain.
 MOST_GROWTH = 1.5
-# An SDPA tile's mask holds at most this many elements (as float32, 16 MiB): memory stays bounded at any length.
-MASK_ELEMENTS = 1 << 22
-MOST_MASKED_ROWS = 256
 # Padded decode batches gather at most this many K rows at once.
 DECODE_ROWS = 1 << 19
 
@@ -187,22 +184,6 @@ def shows_weights(q: Tensor, rows: RowBatch) -> bool:
     return len(rows.segments) == 1 and _goes_in_tiles(q, rows.segments[0])
 
 
-def attend_plain(q: Tensor, layer: int, rows: RowBatch, pool: KvPool) -> Tensor:
-    """The twin: gather, mask, softmax in float32."""
-    n, heads, head_dim = q.shape
-    group = heads // pool.k.shape[2]
-    out = torch.empty_like(q)
-    for segment in rows.segments:
-        positions = rows.positions[segment.start : segment.end]
-        k = pool.k[layer, segment.context].float().repeat_interleave(group, dim=1)
-        v = pool.v[layer, segment.context].float().repeat_interleave(group, dim=1)
-        scores = torch.einsum("nhd,thd->hnt", q[segment.start : segment.end].float(), k) * head_dim**-0.5
-        seen = torch.arange(len(segment.context), device=q.device) <= positions[:, None]
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-        out[segment.start : segment.end] = torch.einsum("hnt,thd->nhd", weights, v).to(q.dtype)
-    return out.view(n, heads * head_dim)
-
-
 def _goes_in_tiles(q: Tensor, segment: Segment) -> bool:
     whole = segment.unbroken and segment.first == 0
     return q.dtype == torch.float32 and q.device.type == "cpu" and len(segment) > 1 and not whole
@@ -227,7 +208,7 @@ def _attend_segment(
         return _sdpa(q, k, v, is_causal=True)
     if segment.unbroken and q.is_cuda:
         return _lower_right(q, k, v)
-    return _attend_masked_tiles(q, k, v, rows, segment)
+    return attend_runs(q, rows.parts[at], k, v, q.shape[2] ** -0.5)
 
 
 def _context_kv(layer: int, segment: Segment, pool: KvPool) -> tuple[Tensor, Tensor]:
@@ -356,22 +337,6 @@ def _cut(positions: Sequence[int], hosts: Tensor, heads: int) -> Iterator[Tile]:
         mask = torch.zeros(count, reach - seen).masked_fill_(hidden, float("-inf")) if reach > seen else None
         yield Tile(start, end, seen, reach, mask)
         start = end
-
-
-def _attend_masked_tiles(q: Tensor, k: Tensor, v: Tensor, rows: RowBatch, segment: Segment) -> Tensor:
-    """SDPA over tiles of rows, each over the positions that its last row can see."""
-    n = q.shape[0]
-    out = q.new_empty(q.shape)
-    positions = rows.positions[segment.start : segment.end]
-    hosts = rows.host_positions[segment.start : segment.end]
-    index = torch.arange(k.shape[0], device=q.device)
-    step = max(1, min(MOST_MASKED_ROWS, MASK_ELEMENTS // k.shape[0]))
-    for start in range(0, n, step):
-        end = min(n, start + step)
-        reach = int(hosts[end - 1]) + 1
-        mask = index[:reach] <= positions[start:end, None]
-        out[start:end] = _sdpa(q[start:end], k[:reach], v[:reach], mask=mask)
-    return out
 
 
 def _decode_batches(q: Tensor, out: Tensor, layer: int, rows: RowBatch, decoding: list[int], pool: KvPool) -> None:

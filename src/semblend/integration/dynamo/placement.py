@@ -5,10 +5,9 @@ Evidence chooses a place and nothing else. What a worker reuses there is its eng
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from semblend.confirm.outcome import Outcome
@@ -39,7 +38,7 @@ class WorkerState:
 
 
 class PlacementReason(StrEnum):
-    """Why a request is pinned, or why it is not; `REASONS` says what each means."""
+    """Why a request is pinned, or why it is not; docs/reference/dynamo.md says what each means."""
 
     DONORS = "donors"
     SPREAD = "spread"
@@ -47,18 +46,6 @@ class PlacementReason(StrEnum):
     LOAD = "load"
     CONSTRAINED = "constrained"
     FAULT = "fault"
-
-
-REASONS: Mapping[PlacementReason, str] = MappingProxyType(
-    {
-        PlacementReason.DONORS: "Pinned: the worker has computed parts of this prompt before.",
-        PlacementReason.SPREAD: "Pinned: most of this prompt is new, and the worker got little of late.",
-        PlacementReason.UNKNOWN: "Dynamo's choice: no worker has seen enough of it.",
-        PlacementReason.LOAD: "Dynamo's choice: whoever has seen it has too much to do.",
-        PlacementReason.CONSTRAINED: "Dynamo's choice: the request carries routing rules or media of its own.",
-        PlacementReason.FAULT: "Dynamo's choice: something of ours failed, or the pinned worker did.",
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)

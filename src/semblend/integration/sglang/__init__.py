@@ -3,7 +3,7 @@
 plugin           what SGLang loads in each of its processes: registers the backend ``semblend``
 start            what the engine is, whether we can work in it, and its cache
 radix_backend    the cache that SGLang's scheduler gets: a facade, one hook a line
-desk             what the cache decides about requests and donors                          (no SGLang import)
+sessions             what the cache decides about requests and donors                          (no SGLang import)
 model_access     the stock model and its KV pool, as our blender wants them
 refusals         why an engine is not served
 versions         which SGLang versions are known, and how well

@@ -1,8 +1,8 @@
-"""`SemBlendRadixCache`: SGLang's own radix cache, and donor KV behind its exact hits. A facade over `ReuseDesk`.
+"""`SemBlendRadixCache`: SGLang's own radix cache, and donor KV behind its exact hits. An adapter over `LocalSessions`.
 
 SGLang's scheduler asks a cache for the prefix of a request, for what of it must be loaded first, for the slots of the
 prefix, and tells it when KV is complete and when a request goes. Each of these hooks calls SGLang's own and then the
-desk. A hook of ours that fails says so in the log and in an event, and answers as SGLang's own cache would.
+sessions. A hook of ours that fails says so in the log and in an event, and answers as SGLang's own cache would.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from torch import Tensor
 
 from semblend.eviction.policy import make_policy
-from semblend.integration.desk.records import SlotPool
-from semblend.integration.desk.reuse_desk import ReuseDesk
 from semblend.integration.sglang.eviction_strategy import BLOCK_TOKENS, BlockChain, PolicyStrategy
 from semblend.integration.sglang.requests import build_namespace, join_salts, read_request, show_receipt
 from semblend.integration.sglang.semantic_prefix import GuardedProvider, SemanticPrefixProvider, copy_key
 from semblend.prompt import Namespace, Prompt
 from semblend.reporting import report_policy_failure
+from semblend.session.local import LocalSessions, SlotPool
 
 log = logging.getLogger("sglang.semblend")
 OWN_PAGES = "SGLang loads an exact prefix from its own pages"
@@ -53,9 +52,9 @@ def prepare_tree(params: Any) -> None:
 
 
 class SemBlendRadixCache(UnifiedRadixCache):
-    """Without a desk it is SGLang's own cache; `open_desk` makes it ours."""
+    """Without sessions it is SGLang's own cache; `open_sessions` makes it ours."""
 
-    _desk: ReuseDesk | None = None
+    _sessions: LocalSessions | None = None
     _namespace = Namespace()
     _provider: GuardedProvider | None = None
     _last_load_is_ours = False
@@ -70,21 +69,21 @@ class SemBlendRadixCache(UnifiedRadixCache):
         self.tree_core.eviction_strategy = self._strategy
 
     def _note_failure(self, error: BaseException) -> None:
-        self._guard("evict", "", lambda desk: report_policy_failure(desk.semblend.events, error), None)
+        self._guard("evict", "", lambda sessions: report_policy_failure(sessions.semblend.events, error), None)
 
-    def open_desk(self, make: Callable[[SlotPool], ReuseDesk], namespace: Namespace) -> None:
+    def open_sessions(self, make: Callable[[SlotPool], LocalSessions], namespace: Namespace) -> None:
         """Serve requests from now on."""
         pool = SlotPool(self._take_slots, self.token_to_kv_pool_allocator.free, int(self.page_size))
-        self._desk, self._namespace = make(pool), namespace
+        self._sessions, self._namespace = make(pool), namespace
 
     # -- a request that waits ----------------------------------------------------------------------------------------
 
     def match_prefix(self, params: MatchPrefixParams) -> Any:
         found = super().match_prefix(params)
-        if self._desk is None or params.req is None or params.req.kv.holds_kv:
+        if self._sessions is None or params.req is None or params.req.kv.holds_kv:
             return found
         params.req.semblend_offered = 0
-        return self._guard("match", params.req.rid, lambda desk: self._offer(desk, params, found), found)
+        return self._guard("match", params.req.rid, lambda sessions: self._offer(sessions, params, found), found)
 
     def set_semantic_provider(self, provider: SemanticPrefixProvider | None, *, deadline_ms: float = 5.0) -> None:
         """Ask a provider where the tree has nothing; None clears it. It can neither raise nor hold up a step."""
@@ -100,29 +99,29 @@ class SemBlendRadixCache(UnifiedRadixCache):
         """The lookup of SGLang's own cache; asks nobody else."""
         return super().match_prefix(params)
 
-    def _ask_provider(self, desk: ReuseDesk, params: MatchPrefixParams) -> bool:
+    def _ask_provider(self, sessions: LocalSessions, params: MatchPrefixParams) -> bool:
         """Let a provider name a donor, once a request; whether it wants nothing of the request published."""
         req = params.req
-        if self._provider is None or desk.find_source(req.rid) is not None or self.ongoing_load_back:
+        if self._provider is None or sessions.find_source(req.rid) is not None or self.ongoing_load_back:
             return False
         answer = self._provider.on_prefix_miss(req.rid, list(req.origin_input_ids))
         if answer is None:
             return False
         log.info("semantic prefix for %s: source_id=%s", req.rid, answer.source_id)
         try:
-            self._adopt(desk, params, answer.alternate_token_ids)
+            self._adopt(sessions, params, answer.alternate_token_ids)
         except Exception as error:  # what it says may be anything; our own search goes on
             log.warning(
                 "the semantic provider's proposal for %s is of no use: %s: %s", req.rid, type(error).__name__, error
             )
         return bool(answer.skip_insert)
 
-    def _adopt(self, desk: ReuseDesk, params: MatchPrefixParams, alternate: Sequence[int]) -> None:
+    def _adopt(self, sessions: LocalSessions, params: MatchPrefixParams, alternate: Sequence[int]) -> None:
         """Make a donor of other tokens, as far as the exact tree holds them: the lookup then finds equal runs."""
         longest = int(self.req_to_token_pool.req_to_token.shape[1])  # no request has more
         found = self._match_prefix_exact(MatchPrefixParams(key=copy_key(params.key, alternate[:longest])))
         length = int(found.device_prefix_len)
-        if length < desk.settings.config.min_span_tokens:
+        if length < sessions.settings.config.min_span_tokens:
             return
         lock = self.lock(found.last_device_node)
         try:
@@ -130,24 +129,26 @@ class SemBlendRadixCache(UnifiedRadixCache):
             slots = self.tree_core.collect_full_device_indices(found.last_device_node, root)
             self._wait_for_step()
             namespace = build_namespace(join_salts(params.req), self._namespace)
-            desk.donors.adopt(Prompt(np.array(alternate[:length], dtype=np.int64), namespace=namespace), slots[:length])
+            sessions.donors.adopt(
+                Prompt(np.array(alternate[:length], dtype=np.int64), namespace=namespace), slots[:length]
+            )
         finally:
             self.unlock(lock)
 
-    def _offer(self, desk: ReuseDesk, params: MatchPrefixParams, found: Any) -> Any:
-        salted = desk.settings.require_cache_salt
-        request = desk.find_request(params.req.rid, params.req) or read_request(
+    def _offer(self, sessions: LocalSessions, params: MatchPrefixParams, found: Any) -> Any:
+        salted = sessions.settings.require_cache_salt
+        request = sessions.find_request(params.req.rid, params.req) or read_request(
             params.req, len(params.key), self._namespace, require_cache_salt=salted
         )
         params.req.semblend_opted_out = request.opt_out
         if found.host_hit_length:  # SGLang's own pages come first: they are exact
-            desk.stand_back(request, int(found.device_prefix_len + found.host_hit_length), OWN_PAGES)
+            sessions.stand_back(request, int(found.device_prefix_len + found.host_hit_length), OWN_PAGES)
             return found
         missed = not found.device_prefix_len and not request.declined and not request.opt_out
-        private = missed and self._ask_provider(desk, params)
-        offered = desk.offer(request, int(found.device_prefix_len))
+        private = missed and self._ask_provider(sessions, params)
+        offered = sessions.offer(request, int(found.device_prefix_len))
         if private:
-            desk.keep_private(params.req.rid)
+            sessions.keep_private(params.req.rid)
         params.req.semblend_offered = offered
         return found._replace(host_hit_length=offered) if offered > 0 else found
 
@@ -156,19 +157,19 @@ class SemBlendRadixCache(UnifiedRadixCache):
 
         A hit in HiCache's host memory is SGLang's own to load. A request has one or the other.
         """
-        self._last_load_is_ours = self._desk is not None and getattr(params.req, "semblend_offered", 0) > 0
+        self._last_load_is_ours = self._sessions is not None and getattr(params.req, "semblend_offered", 0) > 0
         if self._last_load_is_ours:
             cold = (0, params.req.last_node)
-            return self._guard("load", params.req.rid, lambda desk: self._load(desk, params.req), cold)
+            return self._guard("load", params.req.rid, lambda sessions: self._load(sessions, params.req), cold)
         found = super().init_load_back(params)
         if found is not None and not found[0]:  # SGLang computes what it had promised to load
-            self._guard("load", params.req.rid, lambda desk: self._note_not_loaded(desk, params.req), None)
+            self._guard("load", params.req.rid, lambda sessions: self._note_not_loaded(sessions, params.req), None)
         return found
 
-    def _note_not_loaded(self, desk: ReuseDesk, req: Any) -> None:
-        request = desk.find_request(req.rid, req)
+    def _note_not_loaded(self, sessions: LocalSessions, req: Any) -> None:
+        request = sessions.find_request(req.rid, req)
         if request is not None:
-            desk.stand_back(request, int(req.prefix_len), OWN_PAGES)
+            sessions.stand_back(request, int(req.prefix_len), OWN_PAGES)
 
     def prefetch_from_storage(
         self, request: Any, last_host_node_id: Any, new_input_tokens: Any, *more: Any,
@@ -178,14 +179,17 @@ class SemBlendRadixCache(UnifiedRadixCache):
         if matched_prefix_tokens is not None:
             sought = (new_input_tokens, matched_prefix_tokens)
             new_input_tokens, matched_prefix_tokens = self._guard(
-                "prefetch", request.rid, lambda desk: self._leave_out_offered(desk, request.rid, *sought), sought
+                "prefetch",
+                request.rid,
+                lambda sessions: self._leave_out_offered(sessions, request.rid, *sought),
+                sought,
             )
         return super().prefetch_from_storage(
             request, last_host_node_id, new_input_tokens, *more, matched_prefix_tokens=matched_prefix_tokens, **named
         )
 
-    def _leave_out_offered(self, desk: ReuseDesk, request_id: str, new: Any, matched: Any) -> tuple[Any, Any]:
-        req = desk.find_source(request_id)
+    def _leave_out_offered(self, sessions: LocalSessions, request_id: str, new: Any, matched: Any) -> tuple[Any, Any]:
+        req = sessions.find_source(request_id)
         offered = getattr(req, "semblend_offered", 0)
         if req is None or not offered:
             return new, matched
@@ -194,16 +198,16 @@ class SemBlendRadixCache(UnifiedRadixCache):
         req.storage_prefetch_last_match_len = held
         return found
 
-    def _load(self, desk: ReuseDesk, req: Any) -> Any:
-        if desk.find_source(req.rid) is not req:
+    def _load(self, sessions: LocalSessions, req: Any) -> Any:
+        if sessions.find_source(req.rid) is not req:
             return 0, req.last_node
         if self.ongoing_load_back:  # slots of the exact prefix may be under way from HiCache's host memory
             return None
         self._wait_for_step()
-        desk.load(req.rid, lambda: self._path_slots(req))
-        loaded = desk.work(req.rid, busy=self._is_busy())
+        sessions.load(req.rid, lambda: self._path_slots(req))
+        loaded = sessions.work(req.rid, busy=self._is_busy())
         if loaded:  # the request itself keeps it: what stands under its id may go before its row does
-            req.semblend_exact_end = desk.find_exact_end(req.rid)
+            req.semblend_exact_end = sessions.find_exact_end(req.rid)
         return None if loaded is None else (loaded, req.last_node)
 
     def load_back_is_cache_owned(self) -> bool:
@@ -211,19 +215,21 @@ class SemBlendRadixCache(UnifiedRadixCache):
         return False if self._last_load_is_ours else bool(super().load_back_is_cache_owned())
 
     def release_aborted_request(self, request: Any) -> None:
-        self._guard("abort", request.rid, lambda desk: self._forget_waiting(desk, request.rid), None)
+        self._guard("abort", request.rid, lambda sessions: self._forget_waiting(sessions, request.rid), None)
         super().release_aborted_request(request)
 
-    def _forget_waiting(self, desk: ReuseDesk, request_id: str) -> None:
+    def _forget_waiting(self, sessions: LocalSessions, request_id: str) -> None:
         """A request that waits is gone. One that has a row is another one with this id, or `on_release` follows."""
-        source = desk.find_source(request_id)
+        source = sessions.find_source(request_id)
         if source is not None and not source.kv.holds_kv:
-            desk.forget(request_id)
+            sessions.forget(request_id)
 
     # -- a request that runs -----------------------------------------------------------------------------------------
 
     def prefix_device_indices(self, req: Any) -> Tensor:
-        tail = self._desk.find_tail(req.rid) if self._desk and self._desk.find_source(req.rid) is req else None
+        tail = (
+            self._sessions.find_tail(req.rid) if self._sessions and self._sessions.find_source(req.rid) is req else None
+        )
         if tail is None:
             slots: Tensor = super().prefix_device_indices(req)
             return slots
@@ -231,11 +237,11 @@ class SemBlendRadixCache(UnifiedRadixCache):
 
     def checkpoint(self, req: Any, *, up_to: int, **more: Any) -> None:
         """Publish what is exact, and nothing behind it; nothing new where nobody can say what is exact."""
-        self._guard("prompt", req.rid, lambda desk: self._note_prompt(desk, req, up_to), None)
+        self._guard("prompt", req.rid, lambda sessions: self._note_prompt(sessions, req, up_to), None)
         exact_end = getattr(req, "semblend_exact_end", None)
-        if self._desk is not None:
+        if self._sessions is not None:
             held: int | None = int(req.kv.cache_protected_len)  # what the tree has of it already
-            exact_end = self._guard("publish", req.rid, lambda desk: self._find_exact_end(desk, req), held)
+            exact_end = self._guard("publish", req.rid, lambda sessions: self._find_exact_end(sessions, req), held)
         published = up_to if exact_end is None else min(up_to, exact_end)
         super().checkpoint(req, up_to=published, **more)
         self._guard("publish", req.rid, lambda _: self._note_published(req, published, whole=exact_end is None), None)
@@ -256,42 +262,42 @@ class SemBlendRadixCache(UnifiedRadixCache):
         chain.grow(req.full_untruncated_fill_ids[:published])
         self._strategy.note_use(chain)
 
-    def _find_exact_end(self, desk: ReuseDesk, req: Any) -> int | None:
-        """Up to where the KV of a request is exact, by the request's own mark and by the desk; None for all of it."""
-        known = desk.find_exact_end(req.rid) if desk.find_source(req.rid) is req else None
+    def _find_exact_end(self, sessions: LocalSessions, req: Any) -> int | None:
+        """Up to where the KV of a request is exact, by the request's own mark and its session; None for all."""
+        known = sessions.find_exact_end(req.rid) if sessions.find_source(req.rid) is req else None
         ends = [end for end in (getattr(req, "semblend_exact_end", None), known) if end is not None]
         return min(ends, default=None)
 
-    def _note_prompt(self, desk: ReuseDesk, req: Any, up_to: int) -> None:
+    def _note_prompt(self, sessions: LocalSessions, req: Any, up_to: int) -> None:
         length = len(req.origin_input_ids)
-        if up_to >= length and desk.find_source(req.rid) is req:
+        if up_to >= length and sessions.find_source(req.rid) is req:
             self._wait_for_step()
             row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :length]
-            show_receipt(req, desk.note_prompt(req.rid, row.long()))
+            show_receipt(req, sessions.note_prompt(req.rid, row.long()))
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         super().on_release(req, checkpointed=checkpointed)
         req.semblend_exact_end = None  # a retracted request begins again
-        self._guard("release", req.rid, lambda desk: self._forget_released(desk, req), None)
+        self._guard("release", req.rid, lambda sessions: self._forget_released(sessions, req), None)
 
-    def _forget_released(self, desk: ReuseDesk, req: Any) -> None:
-        if desk.find_source(req.rid) is req:
-            desk.forget(req.rid)
+    def _forget_released(self, sessions: LocalSessions, req: Any) -> None:
+        if sessions.find_source(req.rid) is req:
+            sessions.forget(req.rid)
 
     # -- the cache as a whole ----------------------------------------------------------------------------------------
 
     def reset(self) -> None:
         """Empty the tree and drop our donors. If they cannot be dropped, nothing is served from them any more."""
-        if self._desk is not None and not self._guard("reset", "", self._reset_desk, False):
+        if self._sessions is not None and not self._guard("reset", "", self._reset_sessions, False):
             log.warning("SemBlend reuses nothing in this engine until a restart: its donors could not be dropped")
-            self._desk = None
+            self._sessions = None
         super().reset()
         if self._strategy is not None:
             self._strategy.begin_again()
 
     @staticmethod
-    def _reset_desk(desk: ReuseDesk) -> bool:
-        desk.reset()
+    def _reset_sessions(sessions: LocalSessions) -> bool:
+        sessions.reset()
         return True
 
     def evictable_size(self) -> int:
@@ -299,14 +305,16 @@ class SemBlendRadixCache(UnifiedRadixCache):
 
         Otherwise admission would wait for slots that a request in the queue holds, and no load would ever go on.
         """
-        return int(super().evictable_size()) + self._guard("evict", "", lambda desk: desk.count_waiting_slots(), 0)
+        return int(super().evictable_size()) + self._guard(
+            "evict", "", lambda sessions: sessions.count_waiting_slots(), 0
+        )
 
     def evict_for_alloc(self, params: EvictParams, *args: Any, **more: Any) -> EvictResult:
         """SGLang needs slots: a load that waits gives its own back when the tree has not enough."""
         before = self.token_to_kv_pool_allocator.available_size()
         result = super().evict_for_alloc(params, *args, **more)
         if self.token_to_kv_pool_allocator.available_size() - before < params.num_tokens:
-            self._guard("evict", "", lambda desk: desk.stop_loads(), False)
+            self._guard("evict", "", lambda sessions: sessions.stop_loads(), False)
         return result
 
     def release_host_resources(self) -> None:
@@ -338,15 +346,15 @@ class SemBlendRadixCache(UnifiedRadixCache):
         rows = self.req_to_token_pool
         return bool(rows.available_size() < rows.size)
 
-    def _guard(self, where: str, request_id: str, hook: Callable[[ReuseDesk], Answer], otherwise: Answer) -> Answer:
+    def _guard(self, where: str, request_id: str, hook: Callable[[LocalSessions], Answer], otherwise: Answer) -> Answer:
         """The border: whatever fails behind it costs the request time, never its answer."""
-        if self._desk is None:
+        if self._sessions is None:
             return otherwise
         try:
-            return hook(self._desk)
+            return hook(self._sessions)
         except Exception as error:
             try:
-                self._desk.give_up(request_id, where, error)
+                self._sessions.give_up(request_id, where, error)
             except Exception:
                 log.warning("SemBlend: %s failed for %s, and giving up did too", where, request_id, exc_info=True)
             return otherwise

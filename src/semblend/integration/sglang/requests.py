@@ -8,13 +8,15 @@ from typing import Any
 import numpy as np
 
 from semblend.confirm.receipt import Receipt
-from semblend.integration.desk.records import Waiting
 from semblend.prompt import Namespace, Prompt, name_tenant
 from semblend.quality import read_request_options
+from semblend.session.session import SessionRequest
 
 
-def read_request(req: Any, longest_prefix: int, engine: Namespace, *, require_cache_salt: bool = False) -> Waiting:
-    """A request of SGLang as the desk sees it; ``longest_prefix`` is what SGLang lets a prefix cover.
+def read_request(
+    req: Any, longest_prefix: int, engine: Namespace, *, require_cache_salt: bool = False
+) -> SessionRequest:
+    """A request of SGLang as a session sees it; ``longest_prefix`` is what SGLang lets a prefix cover.
 
     A caller's word stands in ``custom_params={"semblend": {"opt_out": true, "quality": "fast"}}`` of its sampling
     parameters.
@@ -22,14 +24,14 @@ def read_request(req: Any, longest_prefix: int, engine: Namespace, *, require_ca
     salt = join_salts(req)
     said = (getattr(req.sampling_params, "custom_params", None) or {}).get("semblend")
     asked = read_request_options(said)
-    return Waiting(
+    return SessionRequest(
         request_id=req.rid,
         prompt=Prompt(np.array(req.origin_input_ids, dtype=np.int64), namespace=build_namespace(salt, engine)),
         longest_prefix=longest_prefix,
         declined=explain_decline(req, require_salt=require_cache_salt and not salt) or "",
-        mode=asked.quality,
+        quality=asked.quality,
         opt_out=asked.opt_out,
-        restarted=len(req.output_ids) > 0,
+        answered=len(req.output_ids) > 0,
         source=req,
     )
 

@@ -1,4 +1,4 @@
-"""Settings of the SGLang integration: those of the desk, and how long a semantic provider is waited for."""
+"""Settings of the SGLang integration: those of local sessions, and how long a semantic provider is waited for."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from semblend.config import setting
-from semblend.integration.desk.settings import DeskSettings, read_settings
+from semblend.session.settings import LocalSettings, read_settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SglangSettings(DeskSettings):
+class SglangSettings(LocalSettings):
     """How our radix cache behaves; ``config`` holds what the library reads."""
 
     guide: ClassVar[str] = "docs/guides/sglang.md"

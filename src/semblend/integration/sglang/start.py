@@ -12,8 +12,6 @@ from semblend.confirm.log_lines import format_line
 from semblend.confirm.sinks import CallbackSink
 from semblend.errors import ConfigError
 from semblend.facade import SemBlend
-from semblend.integration.desk.records import SlotPool
-from semblend.integration.desk.reuse_desk import ReuseDesk
 from semblend.integration.sglang.model_access import SglangModel, read_rope_config
 from semblend.integration.sglang.refusals import refusal
 from semblend.integration.sglang.semantic_prefix import SemanticPrefixProvider
@@ -22,6 +20,7 @@ from semblend.materialize.blend.quality import QualitySettings
 from semblend.materialize.gate.thresholds import choose_table
 from semblend.materialize.weights_watch import WeightsWatch
 from semblend.prompt import Namespace
+from semblend.session.local import LocalSessions, SlotPool
 
 NOT_SETTINGS = ("patch", "provider")
 """What else stands in the variable of the SGLang integration."""
@@ -41,7 +40,9 @@ def make_cache(context: Any) -> Any:
     cache = create_unified_radix_cache(context, cache_class=SemBlendRadixCache)
     if settings is not None:
         try:
-            cache.open_desk(lambda pool: make_desk(context, settings, pool, sglang.__version__), build_engine(context))
+            cache.open_sessions(
+                lambda pool: make_sessions(context, settings, pool, sglang.__version__), build_engine(context)
+            )
             if valued:
                 cache.value_leaves(settings.config.eviction)
             if path := read_engine_variable("sglang").get("provider"):
@@ -81,8 +82,8 @@ def _prepare_tree(context: Any, settings: SglangSettings) -> bool:
     return True
 
 
-def make_desk(context: Any, settings: SglangSettings, pool: SlotPool, version: str) -> ReuseDesk:
-    """The desk of an engine that can be served."""
+def make_sessions(context: Any, settings: SglangSettings, pool: SlotPool, version: str) -> LocalSessions:
+    """The sessions of an engine that can be served."""
     model = SglangModel(context.tp_worker.model_runner)
     semblend = SemBlend(settings.config, sinks=[CallbackSink(_log_line)])
     semblend.warm_up()
@@ -99,7 +100,7 @@ def make_desk(context: Any, settings: SglangSettings, pool: SlotPool, version: s
         prefills=False,  # SGLang does that itself, in chunks between its other work
     )
     watch = WeightsWatch(model.module)
-    return ReuseDesk(model, semblend, pool, settings, quality, engine="sglang", engine_version=version, watch=watch)
+    return LocalSessions(model, semblend, pool, settings, quality, engine="sglang", engine_version=version, watch=watch)
 
 
 def make_provider(path: str) -> SemanticPrefixProvider:

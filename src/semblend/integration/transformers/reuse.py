@@ -29,9 +29,6 @@ from semblend.confirm.sinks import Sink
 from semblend.discover.donor import Eviction
 from semblend.errors import InputError
 from semblend.facade import SemBlend
-from semblend.integration.desk.records import SlotPool, Waiting
-from semblend.integration.desk.reuse_desk import ReuseDesk
-from semblend.integration.desk.settings import DeskSettings
 from semblend.integration.transformers.model_access import TransformersModel
 from semblend.integration.transformers.prefixes import PrefixIndex
 from semblend.integration.transformers.refusals import Options, refuse_call, refuse_disagreement, refuse_model
@@ -45,6 +42,9 @@ from semblend.materialize.kv.splice import splice
 from semblend.materialize.weights_watch import WeightsWatch
 from semblend.prompt import Namespace, Prompt
 from semblend.quality import parse_quality
+from semblend.session.local import LocalSessions, SlotPool
+from semblend.session.session import SessionRequest
+from semblend.session.settings import LocalSettings
 
 log = logging.getLogger("semblend.transformers")
 
@@ -91,8 +91,8 @@ class TransformersReuse:
         self.model, self._access = model, access
         self._watch, self._structure = WeightsWatch(model), _read_structure(model)
         self.semblend = SemBlend(_allow_lookups(config), sinks=sinks)
-        settings = DeskSettings(config=config, donor_host_bytes=donor_bytes, donor_device_bytes=device_bytes)
-        self._desk = ReuseDesk(
+        settings = LocalSettings(config=config, donor_host_bytes=donor_bytes, donor_device_bytes=device_bytes)
+        self._sessions = LocalSessions(
             self._access,
             self.semblend,
             SlotPool(self._take_slots, _give_nothing_back),
@@ -102,7 +102,7 @@ class TransformersReuse:
             engine_version=transformers.__version__,
         )
         self._prefixes = PrefixIndex()
-        self._desk.donors.on_kept = self._prefixes.add
+        self._sessions.donors.on_kept = self._prefixes.add
         self.semblend.on_evicted(self._note_evicted)
         self._base = Namespace(
             model=str(getattr(model.config, "_name_or_path", "")),
@@ -158,17 +158,17 @@ class TransformersReuse:
             request_id = f"{ENGINE}-{next(self._numbers)}"
             prompt = Prompt(tokens, namespace=replace(self._base, tenant=tenant, salt=salt))
             cache = ReuseCache(request_id, prompt)
-            waiting = Waiting(
+            waiting = SessionRequest(
                 request_id,
                 prompt,
                 longest_prefix=len(prompt) - 1,
-                mode=None if quality is None else parse_quality(str(quality)),
+                quality=None if quality is None else parse_quality(str(quality)),
             )
             try:
                 self._prepare(waiting, cache)
             except Exception as error:  # the border: it costs time, and generate() computes the prompt
-                self._desk.stand_back(waiting, 0, "it failed")
-                self._desk.give_up(request_id, "load", error)
+                self._sessions.stand_back(waiting, 0, "it failed")
+                self._sessions.give_up(request_id, "load", error)
                 cache = ReuseCache(request_id, prompt)  # the other one may be filled in part
             finally:
                 self._access.lay_out(None)
@@ -184,28 +184,28 @@ class TransformersReuse:
             request_id = cache.request_id
             try:
                 slots, answered = self._check_finished(cache, sequences)
-                return self._desk.note_prompt(request_id, slots, answered)
+                return self._sessions.note_prompt(request_id, slots, answered)
             except Exception as error:
-                self._desk.give_up(request_id, "finish", error)
-                return self._desk.note_prompt(request_id, None)
+                self._sessions.give_up(request_id, "finish", error)
+                return self._sessions.note_prompt(request_id, None)
             finally:
                 self._access.lay_out(None)
-                self._desk.forget(request_id)
+                self._sessions.forget(request_id)
 
     def drop(self, cache: ReuseCache) -> None:
         """This cache is not used, or its answer is of no interest: nothing is kept or counted."""
         with self._lock:
-            self._desk.forget(cache.request_id)
+            self._sessions.forget(cache.request_id)
 
     def clear(self) -> None:
         """Forget every donor."""
         with self._lock:
-            self._desk.reset()
+            self._sessions.reset()
 
     def close(self) -> None:
         """Let go of all donors and close the library."""
         with self._lock:
-            self._desk.reset()
+            self._sessions.reset()
             self.semblend.close()
 
     def __enter__(self) -> TransformersReuse:
@@ -216,20 +216,20 @@ class TransformersReuse:
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
-    def _prepare(self, waiting: Waiting, cache: ReuseCache) -> None:
+    def _prepare(self, waiting: SessionRequest, cache: ReuseCache) -> None:
         while self._abandoned:
-            self._desk.forget(self._abandoned.pop())
+            self._sessions.forget(self._abandoned.pop())
         if why := self._explain_model_changed():
-            self._desk.stand_back(waiting, 0, why)
+            self._sessions.stand_back(waiting, 0, why)
             return
         self._exact_tokens = 0
         self._access.lay_out(self._access.make_layout(len(waiting.prompt)))
         self._exact_tokens = self._place_prefix(waiting.prompt)
         provided = 0
-        if self._desk.offer(waiting, self._exact_tokens):
-            self._desk.load(waiting.request_id, lambda: self._take_first_slots(self._exact_tokens))
-            provided = self._desk.work(waiting.request_id, busy=False) or 0
-            self._desk.find_tail(waiting.request_id)
+        if self._sessions.offer(waiting, self._exact_tokens):
+            self._sessions.load(waiting.request_id, lambda: self._take_first_slots(self._exact_tokens))
+            provided = self._sessions.work(waiting.request_id, busy=False) or 0
+            self._sessions.find_tail(waiting.request_id)
         if ready := self._exact_tokens + provided:
             cache.fill(self._access.layout, ready)
 
@@ -239,8 +239,8 @@ class TransformersReuse:
         if found is None:
             return 0
         donor_id, shared = found[0], min(found[1], len(prompt) - 1)
-        kv = self._desk.donors.kv
-        tensors = kv.acquire(donor_id, self._desk.donors.generations.get(donor_id, -1)) if shared else None
+        kv = self._sessions.donors.kv
+        tensors = kv.acquire(donor_id, self._sessions.donors.generations.get(donor_id, -1)) if shared else None
         if tensors is None:
             return 0
         try:
@@ -283,7 +283,7 @@ class TransformersReuse:
             return "the model has got other modules or hooks since it was first seen"
         if self._watch.have_changed():
             log.warning("SemBlend: the model has new weights; the donors of the old ones are dropped")
-            self._desk.reset()
+            self._sessions.reset()
         return None
 
     def _call(self, input_ids: Tensor, attention_mask: Tensor | None, arguments: dict[str, Any]) -> Any:
@@ -297,12 +297,14 @@ class TransformersReuse:
                 self.semblend.events.emit(events.error("generate", why, engine=ENGINE))
             return None
         request_id = f"{ENGINE}-{next(self._numbers)}"
-        waiting = Waiting(request_id, Prompt(_read_tokens(input_ids), namespace=self._base), input_ids.shape[1] - 1)
-        self._desk.stand_back(waiting, 0, why)
+        waiting = SessionRequest(
+            request_id, Prompt(_read_tokens(input_ids), namespace=self._base), input_ids.shape[1] - 1
+        )
+        self._sessions.stand_back(waiting, 0, why)
         try:
-            return self._desk.note_prompt(request_id, None)
+            return self._sessions.note_prompt(request_id, None)
         finally:
-            self._desk.forget(request_id)
+            self._sessions.forget(request_id)
 
     def _note_evicted(self, eviction: Eviction) -> None:
         self._prefixes.remove(eviction.donor.donor_id)
@@ -345,7 +347,7 @@ def _read_structure(model: torch.nn.Module) -> tuple[int, ...]:
 
 
 def _allow_lookups(config: SemBlendConfig) -> SemBlendConfig:
-    """A request may ask for more than the default quality exact; the desk sees to it that others get no plan."""
+    """A request may ask for more than the default quality exact; its session sees to it that others get no plan."""
     return replace(config, quality="balanced") if config.quality == "exact" else config
 
 

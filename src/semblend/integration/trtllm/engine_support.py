@@ -13,8 +13,8 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Final
 
 from semblend.config import setting
-from semblend.integration.desk.settings import DeskSettings, read_settings
 from semblend.integration.version_support import Support, VersionEvidence, find_support
+from semblend.session.settings import LocalSettings, read_settings
 
 _NEVER_RUN = "never run. The connector's interface was read in its published sources"
 
@@ -102,11 +102,11 @@ def list_parameters(hook: Any) -> tuple[str, ...] | None:
     return tuple(inspect.signature(hook).parameters)[1:] if callable(hook) else None
 
 
-# -- Settings of the TensorRT-LLM connector: those of the desk, and the size of the slots that loads are prepared in.
+# -- Settings of the TensorRT-LLM connector: those of local sessions, and the size of the slots for loads.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrtllmSettings(DeskSettings):
+class TrtllmSettings(LocalSettings):
     """How the connector behaves; ``config`` holds what the library reads."""
 
     guide: ClassVar[str] = "docs/guides/tensorrt_llm.md"

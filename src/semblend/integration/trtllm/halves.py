@@ -19,8 +19,6 @@ from semblend.engine.model.model import PooledModel
 from semblend.engine.model.paged_kv import KvPool
 from semblend.errors import SemBlendError
 from semblend.facade import SemBlend
-from semblend.integration.desk.records import SlotPool
-from semblend.integration.desk.reuse_desk import ReuseDesk
 from semblend.integration.trtllm.engine_support import TrtllmSettings, find_version, refusal, trtllm_settings
 from semblend.integration.trtllm.reuse_service import (
     ENGINE,
@@ -37,6 +35,7 @@ from semblend.materialize.gate.thresholds import choose_table
 from semblend.materialize.kv.layout import DTYPES
 from semblend.materialize.weights_watch import WeightsWatch
 from semblend.prompt import Namespace
+from semblend.session.local import LocalSessions, SlotPool
 
 log = logging.getLogger("tensorrt_llm.semblend")
 
@@ -72,12 +71,12 @@ def open_service(
         build_namespace(llm_args, pool.dtype, spec.rope),
         reuses_blocks=bool(getattr(llm_args.kv_cache_config, "enable_block_reuse", True)),
     )
-    service.open(parts, lambda slots: make_desk(parts, slots, settings, llm_args, module))
+    service.open(parts, lambda slots: make_sessions(parts, slots, settings, llm_args, module))
 
 
-def make_desk(
+def make_sessions(
     parts: EngineParts, slots: SlotPool, settings: TrtllmSettings, llm_args: Any, module: torch.nn.Module
-) -> ReuseDesk:
+) -> LocalSessions:
     semblend = SemBlend(settings.config, sinks=[CallbackSink(_log_line)])
     semblend.warm_up()
     gate = choose_table(str(llm_args.model))
@@ -90,7 +89,7 @@ def make_desk(
         deep_tolerance=settings.config.deep_tolerance,
         prefills=False,  # the engine does that itself, and nothing was promised
     )
-    return ReuseDesk(
+    return LocalSessions(
         parts.model,
         semblend,
         slots,

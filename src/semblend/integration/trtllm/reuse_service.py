@@ -27,13 +27,13 @@ from torch import Tensor
 from semblend.engine.model.model import PooledModel
 from semblend.engine.model.paged_kv import KvPool
 from semblend.errors import CapacityError, InputError, SemBlendError
-from semblend.integration.desk.records import SlotPool, Waiting
-from semblend.integration.desk.reuse_desk import ReuseDesk
 from semblend.integration.trtllm.salts import read_salt
 from semblend.integration.trtllm.twin_model import CHECKED_TOKENS, find_trusted_error, measure_disagreement
 from semblend.materialize.contract import KvLayout, Layout, Rows, slots_of_blocks
 from semblend.materialize.gate.observers import canary_positions, find_tolerance, measure_canary
 from semblend.prompt import Namespace, Prompt, name_tenant
+from semblend.session.local import LocalSessions, SlotPool
+from semblend.session.session import SessionRequest
 
 # -- TensorRT-LLM's KV pool as a layout, and copies between it and slots of our own.
 #
@@ -81,12 +81,12 @@ def copy_kv(source: Layout, source_slots: Tensor, target: Layout, target_slots: 
         target.scatter(layer, target_slots, *source.gather(layer, source_slots))
 
 
-def read_request(request: Any, engine: Namespace, *, require_cache_salt: bool = False) -> Waiting:
-    """A request of TensorRT-LLM as the desk sees it. TensorRT-LLM computes the last token of a prompt itself."""
+def read_request(request: Any, engine: Namespace, *, require_cache_salt: bool = False) -> SessionRequest:
+    """A request of TensorRT-LLM as a session sees it. TensorRT-LLM computes the last token of a prompt itself."""
     tokens = np.array(request.get_tokens(0), dtype=np.int64)
     tenant = read_salt(find_salt(request)).tenant
     namespace = replace(engine, salt=tenant, tenant=name_tenant(tenant))
-    return Waiting(
+    return SessionRequest(
         request_id=str(request.request_id),
         prompt=Prompt(tokens, namespace=namespace),
         longest_prefix=len(tokens) - 1,
@@ -168,21 +168,21 @@ def make_slot_pool(pool: KvPool) -> SlotPool:
 
 @dataclass(eq=False)
 class ReuseService:
-    """See the module. Without a desk it offers nothing."""
+    """See the module. Without sessions it offers nothing."""
 
-    desk: ReuseDesk | None = None
+    sessions: LocalSessions | None = None
     parts: EngineParts | None = None
     blocks: KvLayout | None = None
     """The engine's pool, once it is known in which order it holds tokens and heads."""
     trusts_twin: bool = False
-    _requests: dict[str, Waiting] = field(default_factory=dict)
+    _requests: dict[str, SessionRequest] = field(default_factory=dict)
     _promised: set[str] = field(default_factory=set)
     _placed: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
-    def open(self, parts: EngineParts, make_desk: Callable[[SlotPool], ReuseDesk]) -> None:
+    def open(self, parts: EngineParts, make_sessions: Callable[[SlotPool], LocalSessions]) -> None:
         """Serve requests from now on."""
         self.parts, self._pool = parts, make_slot_pool(parts.model.pool)
-        self.desk = make_desk(self._pool)
+        self.sessions = make_sessions(self._pool)
 
     # -- the scheduler's side ----------------------------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ class ReuseService:
         """Tokens behind the engine's own hit that lie prepared in our slots now; 0 for none."""
         name = str(request.request_id)
         self._placed.pop(name, None)
-        offered = self._guard("match", name, lambda desk: self._offer(desk, request, computed_tokens), 0)
+        offered = self._guard("match", name, lambda sessions: self._offer(sessions, request, computed_tokens), 0)
         self._promised.discard(name)
         if offered:
             self._promised.add(name)
@@ -214,15 +214,15 @@ class ReuseService:
         self._promised.discard(name)
         waiting = self._requests.pop(name, None)
         if waiting is not None:
-            self._guard("finish", name, lambda desk: self._finish(desk, waiting, request, block_ids), None)
-            self._guard("release", name, lambda desk: desk.forget(name), None)
+            self._guard("finish", name, lambda sessions: self._finish(sessions, waiting, request, block_ids), None)
+            self._guard("release", name, lambda sessions: sessions.forget(name), None)
 
     # -- the worker's side -------------------------------------------------------------------------------------------
 
     def copy(self, copies: list[Copy]) -> None:
         """Put what was promised into the engine's blocks. Raises: an answer from empty blocks would be a wrong one."""
         for order in copies:
-            tail = self.desk.find_tail(order.request_id) if self.desk is not None else None
+            tail = self.sessions.find_tail(order.request_id) if self.sessions is not None else None
             if tail is None or self.blocks is None or self.parts is None:
                 raise SemBlendError(f"{order.request_id} was promised KV that is gone", hint="report this: it is a bug")
             try:
@@ -233,43 +233,43 @@ class ReuseService:
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
-    def _offer(self, desk: ReuseDesk, request: Any, computed_tokens: int) -> int:
-        assert self.parts is not None, "a desk has an engine"
-        waiting = read_request(request, self.parts.namespace, require_cache_salt=desk.settings.require_cache_salt)
+    def _offer(self, sessions: LocalSessions, request: Any, computed_tokens: int) -> int:
+        assert self.parts is not None, "a sessions has an engine"
+        waiting = read_request(request, self.parts.namespace, require_cache_salt=sessions.settings.require_cache_salt)
         self._requests[waiting.request_id] = waiting
         if why := self._explain_no_offer(request, computed_tokens):
-            desk.stand_back(waiting, computed_tokens, why)
+            sessions.stand_back(waiting, computed_tokens, why)
             return 0
-        if not desk.offer(waiting, computed_tokens):
+        if not sessions.offer(waiting, computed_tokens):
             return 0
         nothing = torch.zeros(0, dtype=torch.int64, device=self.parts.model.device)
-        desk.load(waiting.request_id, lambda: nothing)
-        return desk.work(waiting.request_id, busy=False) or 0
+        sessions.load(waiting.request_id, lambda: nothing)
+        return sessions.work(waiting.request_id, busy=False) or 0
 
     def _explain_no_offer(self, request: Any, computed_tokens: int) -> str | None:
-        assert self.parts is not None, "a desk has an engine"
+        assert self.parts is not None, "a sessions has an engine"
         if self.parts.reuses_blocks and not read_salt(find_salt(request)).is_one_time:
             return NOT_PRIVATE
         if computed_tokens:
             return HAS_PREFIX
         return None if self.trusts_twin else NOT_SEEN
 
-    def _finish(self, desk: ReuseDesk, waiting: Waiting, request: Any, block_ids: list[int]) -> None:
+    def _finish(self, sessions: LocalSessions, waiting: SessionRequest, request: Any, block_ids: list[int]) -> None:
         length = len(waiting.prompt)
         if len(request.get_tokens(0)) <= length:  # no token is out: the prompt may be incomplete
             return
         slots = self._pool.take(self._pool.round_up(length))
         try:
-            kept = slots is not None and self._fetch(desk, waiting, slots, block_ids)
-            desk.note_prompt(waiting.request_id, slots[:length] if slots is not None and kept else None)
+            kept = slots is not None and self._fetch(sessions, waiting, slots, block_ids)
+            sessions.note_prompt(waiting.request_id, slots[:length] if slots is not None and kept else None)
         finally:
             if slots is not None:
                 self._pool.give_back(slots)
 
-    def _fetch(self, desk: ReuseDesk, waiting: Waiting, slots: Tensor, block_ids: list[int]) -> bool:
+    def _fetch(self, sessions: LocalSessions, waiting: SessionRequest, slots: Tensor, block_ids: list[int]) -> bool:
         """Copy a prompt's KV out of the engine's blocks; whether it is what the twin would have computed."""
-        assert self.parts is not None, "a desk has an engine"
-        exact_end = desk.find_exact_end(waiting.request_id)
+        assert self.parts is not None, "a sessions has an engine"
+        exact_end = sessions.find_exact_end(waiting.request_id)
         length = len(waiting.prompt) if exact_end is None else exact_end
         tokens = torch.from_numpy(waiting.prompt.token_ids[:length].astype(np.int64))
         if length < 1 or not self._check_twin(tokens, slots, block_ids):
@@ -282,7 +282,7 @@ class ReuseService:
 
     def _check_twin(self, tokens: Tensor, scratch: Tensor, block_ids: list[int]) -> bool:
         """Whether the engine's blocks hold what the twin computes; the first time it also finds their order."""
-        assert self.parts is not None, "a desk has an engine"
+        assert self.parts is not None, "a sessions has an engine"
         count = min(CHECKED_TOKENS, len(tokens))
         candidates = self.parts.orders if self.blocks is None else (self.blocks,)
         errors = [
@@ -299,14 +299,14 @@ class ReuseService:
         self.trusts_twin = agrees
         return agrees
 
-    def _guard(self, where: str, request_id: str, hook: Callable[[ReuseDesk], Answer], otherwise: Answer) -> Answer:
+    def _guard(self, where: str, request_id: str, hook: Callable[[LocalSessions], Answer], otherwise: Answer) -> Answer:
         """The border: whatever fails behind it costs the request time, never its answer."""
-        if self.desk is None:
+        if self.sessions is None:
             return otherwise
         try:
-            return hook(self.desk)
+            return hook(self.sessions)
         except Exception as error:
-            self.desk.give_up(request_id, where, error)
+            self.sessions.give_up(request_id, where, error)
             return otherwise
 
 

@@ -1,6 +1,6 @@
-"""`SemBlendConnectorV1`: what vLLM loads. A facade: every hook is one call into a half, and none of them raises.
+"""`SemBlendConnectorV1`: what vLLM loads. A facade: every hook is one call into a ours, and none of them raises.
 
-vLLM makes one object in the scheduler's process and one in each worker's; a half exists only where its role is. A hook
+vLLM makes one object in the scheduler's process and one in each worker's; each has the side of its role. A hook
 that fails says so in the log and in an event, and answers as if there were no connector. The one exception: where one
 of several tensor-parallel ranks fails in a pass of ours, the others wait for it: the engine stops (`rank_watch`).
 """
@@ -23,22 +23,22 @@ from semblend.integration.vllm import metrics as telemetry
 from semblend.integration.vllm.orders import Orders, Report, join_digests
 from semblend.integration.vllm.plugin import register
 from semblend.integration.vllm.refusals import find_multi_connector, refusal
-from semblend.integration.vllm.scheduler.admin_socket import AdminSocket
-from semblend.integration.vllm.scheduler.reset_watch import ResetWatch
-from semblend.integration.vllm.scheduler.scheduler_half import SchedulerHalf
+from semblend.integration.vllm.scheduler.admin import AdminSocket
+from semblend.integration.vllm.scheduler.scheduler_connector import SchedulerConnector
+from semblend.integration.vllm.scheduler.worker_donors import ResetWatch
 from semblend.integration.vllm.settings import connector_settings
 from semblend.integration.vllm.startup_checks import (
     choose_gate,
     engine_facts,
     make_semblend,
-    make_worker_half,
+    make_worker_connector,
     open_admin,
     share_donors,
 )
 from semblend.integration.vllm.versions import is_known
 from semblend.integration.vllm.worker.model_access import StockModel, find_model_of_caller
 from semblend.integration.vllm.worker.rank_watch import RankWatch, meet_ranks
-from semblend.integration.vllm.worker.worker_half import FailureLog, RefusingHalf, WorkerHalf
+from semblend.integration.vllm.worker.worker_connector import FailureLog, RefusingConnector, WorkerConnector
 from semblend.materialize.gate.gate import OutcomeMemory
 
 try:
@@ -127,9 +127,9 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = connector_settings(self._kv_transfer_config.kv_connector_extra_config or {})
-        self._scheduler: SchedulerHalf | None = None
-        self._spare = RefusingHalf(int(vllm_config.cache_config.block_size or 1))  # answers where the half fails
-        self._worker: WorkerHalf | RefusingHalf = self._spare
+        self._scheduler: SchedulerConnector | None = None
+        self._spare = RefusingConnector(int(vllm_config.cache_config.block_size or 1))  # answers where ours fails
+        self._worker: WorkerConnector | RefusingConnector = self._spare
         self._ranks, self._failures = RankWatch(), FailureLog()
         self._untold: list[tuple[str, str, str]] = []  # failures that go to the scheduler with the next report
         self._tally: telemetry.MetricsTally | None = None
@@ -137,11 +137,12 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             semblend, self._tally = make_semblend(self._settings)
             facts = engine_facts(vllm_config, kv_cache_config, vllm.__version__, PACKAGE)
-            self._scheduler = SchedulerHalf(facts, self._settings, semblend)
+            outcomes = None
             if facts.refusal is None:
                 gate = choose_gate(self._settings, vllm_config)
                 log.info("SemBlend's quality gate: %s", gate.describe())
-                self._scheduler.outcomes = OutcomeMemory(gate.thresholds.expected_costs, gate.thresholds)
+                outcomes = OutcomeMemory(gate.thresholds.expected_costs, gate.thresholds)
+            self._scheduler = SchedulerConnector(facts, self._settings, semblend, outcomes=outcomes)
             self._admin = open_admin(self._settings, self._scheduler)
             share_donors(self._settings, self._scheduler, vllm_config, kv_cache_config)
             if find_multi_connector() is None:  # else these settings are one part's, and vLLM reads the others
@@ -154,7 +155,7 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
         with every scheduler and model runner; failing the request would not be. Where we serve nothing, nothing is ever
         loaded, and vLLM need not wait with blocks that it frees, as it does for a connector that may write them.
         """
-        if self._half.facts.refusal is not None:
+        if self._ours.facts.refusal is not None:
             transfer.kv_role = "kv_producer"
         elif transfer.kv_load_failure_policy != "recompute":
             log.info(
@@ -167,7 +168,7 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
     @property
     def serves(self) -> bool:
         """Whether anything is reused in this engine; in the scheduler's process."""
-        return self._half.facts.refusal is None
+        return self._ours.facts.refusal is None
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -178,90 +179,90 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """From 0.30 on; calls `bind_gpu_block_pool`."""
         super().bind_kv_cache_manager(kv_cache_manager)
-        if self._half.facts.refusal:
+        if self._ours.facts.refusal:
             return
         managers = kv_cache_manager.coordinator.single_type_managers
-        self._half.locks.cached_counts = [manager.num_cached_block for manager in managers]
+        self._ours.locks.cached_counts = [manager.num_cached_block for manager in managers]
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         super().bind_gpu_block_pool(gpu_block_pool)
-        self._half.locks.block_pool = gpu_block_pool
+        self._ours.locks.block_pool = gpu_block_pool
         if self._settings.reset_drops_donors:
-            self._half.donors.resets = ResetWatch(gpu_block_pool)
+            self._ours.donors.resets = ResetWatch(gpu_block_pool)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        half, name = self._half, request.request_id
+        ours, name = self._ours, request.request_id
         nothing: int | None = 0
-        tokens = self._safely("lookup", lambda: half.count_matched(request, num_computed_tokens), nothing, name)
+        tokens = self._safely("lookup", lambda: ours.count_matched(request, num_computed_tokens), nothing, name)
         return tokens, bool(tokens)
 
     def leave_to_another(self, request: Any, exact_tokens: int, local_tokens: int) -> None:
         """Another connector brings the prompt from ``local_tokens`` to ``exact_tokens``; for `multi_connector`."""
-        half, name = self._half, request.request_id
-        self._safely("lookup", lambda: half.left_to_another(request, exact_tokens, local_tokens), None, name)
+        ours, name = self._ours, request.request_id
+        self._safely("lookup", lambda: ours.left_to_another(request, exact_tokens, local_tokens), None, name)
 
     def publish_when_confirmed(self) -> None:
         """Beside others no donor is published before its step is reported: a load of theirs may have failed in it."""
-        self._half.donors.publishes_at_once = False
+        self._ours.donors.publishes_at_once = False
 
     def note_failed_loads(self, block_ids: set[int]) -> None:
         """Loads of others, or of ours, have left these blocks invalid; for `multi_connector`."""
-        self._safely("failed loads", lambda: self._half.note_failed_loads(block_ids), None)
+        self._safely("failed loads", lambda: self._ours.note_failed_loads(block_ids), None)
 
     def holds_approximate(self, request_id: str) -> bool:
         """Whether a request's blocks may hold approximate KV; for `multi_connector`."""
-        return self._half.holds_approximate(request_id)
+        return self._ours.holds_approximate(request_id)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        half, name = self._half, request.request_id
-        if half.facts.refusal:  # a hybrid model has several kinds of blocks, one without attention has none
+        ours, name = self._ours, request.request_id
+        if ours.facts.refusal:  # a hybrid model has several kinds of blocks, one without attention has none
             return
         block_ids = list(blocks.get_block_ids()[0])
         try:
-            half.allocated(request, block_ids, num_external_tokens)
+            ours.allocated(request, block_ids, num_external_tokens)
         except Exception as error:
             log.warning("SemBlend: a claim failed for %s", name, exc_info=True)
-            half.report_failure("claim", f"{type(error).__name__}: {error}", name)
-            half.refuse_claim(request, block_ids, num_external_tokens)
+            ours.report_failure("claim", f"{type(error).__name__}: {error}", name)
+            ours.refuse_claim(request, block_ids, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
-        half, everything = self._half, (0, num_external_tokens)
-        told = self._safely("sources", lambda: half.hit_sources(request.request_id, num_external_tokens), everything)
+        ours, everything = self._ours, (0, num_external_tokens)
+        told = self._safely("sources", lambda: ours.hit_sources(request.request_id, num_external_tokens), everything)
         reused, computed = told
         sources = {CacheHitSource.HOST: reused, CacheHitSource.EXTERNAL_UNSPECIFIED: computed}
         return {source: tokens for source, tokens in sources.items() if tokens}
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        half = self._half
+        ours = self._ours
         try:
-            return OrdersMetadata(half.build_orders(scheduler_output))
+            return OrdersMetadata(ours.build_orders(scheduler_output))
         except Exception as error:
             log.warning("SemBlend: a step failed", exc_info=True)
-            half.report_failure("orders", f"{type(error).__name__}: {error}")
-            return OrdersMetadata(half.build_orders_to_load(preempted=scheduler_output.preempted_req_ids or ()))
+            ours.report_failure("orders", f"{type(error).__name__}: {error}")
+            return OrdersMetadata(ours.build_orders_to_load(preempted=scheduler_output.preempted_req_ids or ()))
 
     def update_connector_output(self, connector_output: Any) -> None:
         found = getattr(connector_output, "kv_connector_worker_meta", None)
         if isinstance(found, ReportMetadata):
-            half, report = self._half, found.report
-            self._safely("report", lambda: half.reported(report), None, *report.served)
+            ours, report = self._ours, found.report
+            self._safely("report", lambda: ours.reported(report), None, *report.served)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """Once, when the engine is made. Of connectors beside us it may be theirs."""
         digests = [one.weights for one in metadata.values() if isinstance(one, WeightsHandshake)]
         if digests:
-            half, report = self._half, Report(weights=join_digests(digests))
-            self._safely("weights", lambda: half.reported(report), None)
+            ours, report = self._ours, Report(weights=join_digests(digests))
+            self._safely("weights", lambda: ours.reported(report), None)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         del block_ids
-        half, name = self._half, request.request_id
+        ours, name = self._ours, request.request_id
         try:
-            receipt = half.finished(name) if half.facts.refusal is None else half.finish_refused(request)
+            receipt = ours.finished(name) if ours.facts.refusal is None else ours.finish_refused(request)
         except Exception as error:
             log.warning("SemBlend: a receipt failed for %s", name, exc_info=True)
-            half.report_failure("receipt", f"{type(error).__name__}: {error}", name)
-            half.let_go(name)
+            ours.report_failure("receipt", f"{type(error).__name__}: {error}", name)
+            ours.let_go(name)
             receipt = None
         if receipt is None or not self._settings.receipts:
             return False, None
@@ -274,7 +275,7 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished(request, block_ids[0] if block_ids else [])
 
     def reset_cache(self) -> bool | None:
-        return self._safely("reset", lambda: self._half.reset(), False)
+        return self._safely("reset", lambda: self._ours.reset(), False)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         data = self._tally.take() if self._tally is not None else {}
@@ -305,15 +306,15 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
             self._spare.load(self._orders)  # what is left of them: every load gets a verdict
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Make the worker half, on all ranks or on none. Without one nothing is captured and nothing ever claimed."""
+        """Make the worker ours, on all ranks or on none. Without one nothing is captured and nothing ever claimed."""
         config, caches = self._vllm_config, self._kv_cache_config
         with self._guard("register"):
             if refusal(config, caches, vllm.__version__, PACKAGE) is not None:
-                return  # the scheduler half has said so
-        made: WorkerHalf | None = None
+                return  # the scheduler's side has said so
+        made: WorkerConnector | None = None
         try:
             model = StockModel(find_model_of_caller(), config, caches, kv_caches, self._quiet)
-            made = make_worker_half(model, self._settings, config)
+            made = make_worker_connector(model, self._settings, config)
         except Exception as error:
             log.warning(
                 "SemBlend reuses nothing in this engine: %s", error, exc_info=not isinstance(error, SemBlendError)
@@ -389,7 +390,7 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
     # -- parts -----------------------------------------------------------------------------------------------------
 
     @property
-    def _half(self) -> SchedulerHalf:
+    def _ours(self) -> SchedulerConnector:
         assert self._scheduler is not None, "vLLM calls scheduler hooks on the scheduler's object only"
         return self._scheduler
 
@@ -428,9 +429,9 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
             return work()
         except Exception as error:
             log.warning("SemBlend: %s failed for %s", where, ", ".join(requests) or "a step", exc_info=True)
-            self._half.report_failure(where, f"{type(error).__name__}: {error}", requests[0] if requests else "")
+            self._ours.report_failure(where, f"{type(error).__name__}: {error}", requests[0] if requests else "")
             for request_id in requests:
-                self._half.give_up(request_id)
+                self._ours.give_up(request_id)
             return instead
 
 

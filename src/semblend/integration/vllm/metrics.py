@@ -1,6 +1,6 @@
 """Our Prometheus metrics on vLLM's own endpoint.
 
-The scheduler half counts in the engine's process, the endpoint lives in the API server's. vLLM carries a connector's
+The scheduler's side counts in the engine's process, the endpoint lives in the API server's. vLLM carries a connector's
 statistics from one to the other as plain data: `MetricsTally` records it, `replay` counts it there.
 """
 
@@ -16,7 +16,7 @@ from semblend.plan.reuse_plan import DeclineReason
 Data = dict[str, list[Any]]
 
 
-class MetricsTally:
+class MetricsTally(Metrics):
     """A `Metrics` that remembers, in values that JSON knows, what it was told since the last `take`."""
 
     def __init__(self, limit: int = 10_000) -> None:

@@ -1,4 +1,4 @@
-"""What the scheduler half tells the worker half each step, and what comes back. Plain values: they cross processes."""
+"""What the scheduler's side tells the worker's side each step, and what comes back, as plain values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from semblend.materialize.donors.directory import Publication
-from semblend.plan.reuse_plan import DeclineReason
+from semblend.session.session import LoadResult
 from semblend.span import Span
 
 
@@ -73,33 +73,6 @@ class Orders:
     publications: list[Publication] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """What became of a `Load`; tokens add up to ``plan_tokens`` of it.
-
-    ``reason`` is set when no donor KV is in the prompt: all of it was computed (``exact``), or, when ``failed``, vLLM
-    computes it from the first block on that is not exact. ``work`` is what the prompt costs in all, in cold prefills.
-    ``faulty_donors``: those whose KV was found wrong, where the worker knows which.
-    """
-
-    request_id: str
-    exact_tokens: int = 0
-    reused_tokens: int = 0
-    recomputed_tokens: int = 0
-    prefill_tokens: int = 0
-    risk: float | None = None
-    escalations: int = 0
-    canary: float | None = None
-    load_ms: float | None = None
-    compute_ms: float | None = None
-    reason: DeclineReason | None = None
-    detail: str = ""
-    exact: bool = False
-    failed: bool = False
-    work: float = 0.0
-    faulty_donors: tuple[str, ...] = ()
-
-
 @dataclass(slots=True)
 class Report:
     """One step of one rank, or of several when merged: a donor counts as captured when every rank has it.
@@ -108,7 +81,7 @@ class Report:
     ``pass_rows``: what a pass costs beside its rows, in rows, where it was measured.
     """
 
-    loaded: dict[str, Loaded] = field(default_factory=dict)
+    loaded: dict[str, LoadResult] = field(default_factory=dict)
     captured: set[tuple[str, int]] = field(default_factory=set)
     not_captured: set[tuple[str, int]] = field(default_factory=set)
     evicted: set[tuple[str, int]] = field(default_factory=set)

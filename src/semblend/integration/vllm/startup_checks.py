@@ -1,4 +1,4 @@
-"""Start-up: what the engine is, whether we can work in it, and the objects of each half."""
+"""Start-up: what the engine is, whether we can work in it, and the objects of each ours."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from semblend.facade import SemBlend
 from semblend.integration.version_support import VersionEvidence
 from semblend.integration.vllm.metrics import MetricsTally
 from semblend.integration.vllm.refusals import refusal
-from semblend.integration.vllm.scheduler.admin_desk import AdminDesk
-from semblend.integration.vllm.scheduler.admin_socket import AdminSocket
+from semblend.integration.vllm.scheduler.admin import AdminSocket, DonorAdmin
 from semblend.integration.vllm.scheduler.records import EngineFacts
-from semblend.integration.vllm.scheduler.scheduler_half import SchedulerHalf
+from semblend.integration.vllm.scheduler.scheduler_connector import SchedulerConnector
 from semblend.integration.vllm.settings import ConnectorSettings
 from semblend.integration.vllm.versions import is_known, support
 from semblend.integration.vllm.worker.model_access import StockModel, read_rope_config
-from semblend.integration.vllm.worker.worker_half import WorkerHalf
+from semblend.integration.vllm.worker.worker_connector import WorkerConnector
 from semblend.materialize.blend.quality import QualitySettings
 from semblend.materialize.donors.directory import SharedDonors
 from semblend.materialize.donors.directory_kv import DirectoryKv, KvSignature
@@ -90,9 +89,9 @@ def quality_settings(settings: ConnectorSettings, vllm_config: Any) -> QualitySe
     )
 
 
-def make_worker_half(model: StockModel, settings: ConnectorSettings, vllm_config: Any) -> WorkerHalf:
-    """The worker half for a model that runs in this engine."""
-    return WorkerHalf(
+def make_worker_connector(model: StockModel, settings: ConnectorSettings, vllm_config: Any) -> WorkerConnector:
+    """The worker's side for a model that runs in this engine."""
+    return WorkerConnector(
         model,
         model.block_tokens,
         quality_settings(settings, vllm_config),
@@ -108,17 +107,17 @@ def make_worker_half(model: StockModel, settings: ConnectorSettings, vllm_config
     )
 
 
-def open_admin(settings: ConnectorSettings, half: SchedulerHalf) -> AdminSocket | None:
+def open_admin(settings: ConnectorSettings, ours: SchedulerConnector) -> AdminSocket | None:
     """The operator's socket, where one is asked for; an engine runs without it if it cannot be had."""
-    if not settings.admin_socket or half.facts.refusal:
+    if not settings.admin_socket or ours.facts.refusal:
         return None
-    desk = AdminDesk(half.semblend, half.donors.act)
+    admin = DonorAdmin(ours.semblend, ours.donors.act)
     try:
-        door = AdminSocket(settings.admin_socket, desk.answer)
+        door = AdminSocket(settings.admin_socket, admin.answer)
     except SemBlendError as error:
         log.warning("SemBlend: %s (%s)", error.message, error.hint)
         return None
-    half.donors.desk = desk
+    ours.donors.admin = admin
     log.info("SemBlend: an operator reaches the donors at %s", door.path)
     return door
 
@@ -141,22 +140,22 @@ def _open_directory(model: StockModel, settings: ConnectorSettings) -> Directory
     )
     try:
         return DirectoryKv(PrivateFolder(settings.donor_directory), signature)
-    except StoreError:  # the scheduler half has said so
+    except StoreError:  # the scheduler's side has said so
         return None
 
 
-def share_donors(settings: ConnectorSettings, half: SchedulerHalf, vllm_config: Any, kv_cache_config: Any) -> None:
-    """Let the scheduler half publish its donors and find those of its neighbours, where a directory is set."""
-    if not settings.donor_directory or half.facts.refusal:
+def share_donors(settings: ConnectorSettings, ours: SchedulerConnector, vllm_config: Any, kv_cache_config: Any) -> None:
+    """Let the scheduler's side publish its donors and find those of its neighbours, where a directory is set."""
+    if not settings.donor_directory or ours.facts.refusal:
         return
     group, ranks = kv_cache_config.kv_cache_groups[0], int(vllm_config.parallel_config.tensor_parallel_size)
     spec = group.kv_cache_spec
     wide = spec.page_size_bytes / spec.block_size * len(group.layer_names) * ranks
     try:
-        half.donors.shared = SharedDonors(
+        ours.donors.shared = SharedDonors(
             settings.donor_directory,
             settings.donor_directory_bytes,
-            half.facts.namespace,
+            ours.facts.namespace,
             token_bytes=wide * _share_of(settings.donor_bits, spec),
             ranks=ranks,
             ttl_s=settings.config.donor_ttl_s,

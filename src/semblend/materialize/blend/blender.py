@@ -43,7 +43,7 @@ from semblend.materialize.blend.quality import (
 )
 from semblend.materialize.contract import Model, find_runs
 from semblend.materialize.donors.tiers import DonorKv
-from semblend.materialize.gate.gate import make_gate, prefill_at_once
+from semblend.materialize.gate.gate import Gate, prefill_at_once
 from semblend.materialize.gate.observers import AttentionMass, KvDeviation, LateAttentionMass, RepairedDeviation
 from semblend.materialize.gate.thresholds import RiskFeatures, compute_entropy, next_token_kl
 from semblend.materialize.kv.moves import DonorTensors, Move
@@ -165,7 +165,7 @@ class Blender:
         """The gate for this prompt and number; refused where no way is expected to be close enough to cold."""
         if choice := prefill_at_once(self.settings.thresholds, plan, nats):
             raise Refused(DeclineReason.QUALITY_RISK, choice.reason)
-        state.gate = make_gate(self.settings.thresholds, plan, nats)
+        state.gate = Gate.of(self.settings.thresholds, plan, nats)
 
     def _require_observers(self, mode: str) -> None:
         if not self.model.capabilities.observers:

@@ -32,7 +32,7 @@ from semblend.materialize.blend.quality import (
     count_piece_rows,
 )
 from semblend.materialize.contract import QUESTION_ROWS, Model, Observer, Rows, StopPass
-from semblend.materialize.gate.gate import Gate, ThresholdGate
+from semblend.materialize.gate.gate import Gate
 from semblend.materialize.gate.observers import (
     CANARY_TOLERANCE,
     DEEP_ROWS,
@@ -44,7 +44,7 @@ from semblend.materialize.gate.observers import (
     find_largest,
     measure_rows,
 )
-from semblend.materialize.gate.thresholds import DEFAULT, RiskFeatures, bound_risk, next_token_kl
+from semblend.materialize.gate.thresholds import RiskFeatures, bound_risk, next_token_kl
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.plan.selection import Positions, keep_in_order, list_reused_positions, select_seams
 from semblend.span import Span
@@ -55,7 +55,7 @@ from semblend.span import Span
 def first_rows(tokens: int, exact: int, spans: Sequence[Span], settings: QualitySettings) -> Positions:
     """Gaps, the heads of spans, what moved ahead, and the end of the prompt, whoever holds it.
 
-    The attention of the end is the question's. What moved ahead: docs/research/decisions/0112-moved-ahead.md.
+    The attention of the end is the question's. What moved ahead: docs/research/decisions/divergence-budget.md.
 
     >>> settings = QualitySettings(seam_tokens=1, first_seam_tokens=2, question_tokens=1)
     >>> first_rows(10, 1, [Span("d", 0, 3, 6)], settings).tolist()
@@ -112,7 +112,7 @@ class BlendState:
     exact: int
     reused: Positions
     computed: Mask
-    gate: Gate = field(default_factory=lambda: ThresholdGate(DEFAULT))
+    gate: Gate = field(default_factory=Gate)
     on_pass: OnPass | None = None
     started: float = field(default_factory=time.perf_counter)
     passes: list[Pass] = field(default_factory=list)

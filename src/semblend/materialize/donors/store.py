@@ -52,7 +52,7 @@ def take_lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> N
 #
 # Every byte is covered: a flipped bit, a short file and a file of another donor are found before a tensor is handed
 # out. The payload has one CRC-32 for every 16 MiB. On an ARM Neoverse-N1 core zlib's CRC-32 was at least 1.3 times
-# as fast as SHA-256 and 2.5 times as fast as BLAKE2b (decision 0080). A checksum protects against damage, not
+# as fast as SHA-256 and 2.5 times as fast as BLAKE2b (decisions/donors.md). A checksum protects against damage, not
 # against somebody who may write the file: that is what its mode and its folder's are for.
 
 

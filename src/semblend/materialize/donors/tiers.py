@@ -425,7 +425,9 @@ class DonorKv:
             self._published.directory.name_weights(digest)
 
     def holds(self, donor_id: str, generation: int) -> bool:
-        """Whether `acquire` would find it now (a damaged file is found out only there)."""
+        """Whether `acquire` would look for it; whether its file is whole is found out only there."""
+        if self._published is not None and self._published.names(donor_id, generation):
+            return True
         with self._lock:
             return self._books.find(donor_id, generation) is not None
 

@@ -1,7 +1,6 @@
 """The gate of one request: which level of recomputation to begin with, and whether what a repair left is close enough.
 
-`DialGate` goes by what was measured for the model at any number. `ThresholdGate` goes by thresholds that were measured
-for mode balanced; at another number it scales them. `OutcomeMemory` declines plans of a kind that was refused before.
+`OutcomeMemory` declines plans of a kind that was refused before.
 """
 
 from __future__ import annotations
@@ -12,107 +11,79 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from semblend.materialize.gate.thresholds import (
+    DEFAULT,
     NUMBERS,
     DialTable,
     PassageOrder,
     PlanShape,
+    RecomputeLevel,
     RiskFeatures,
     Thresholds,
-    WayChoice,
-    choose_way,
+    choose_level,
 )
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.prompt import Namespace
 from semblend.quality import GATED_MODE, MODE_NATS, read_nats
 
 
-class Gate(Protocol):
-    """What `Repair` asks."""
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """The gate of one prompt at one number of nats.
+
+    With a ``dial``, which was measured for the model at any number, by what that expects of prompts whose passages have
+    this ``order``. Without one by ``thresholds``, which hold at .02 nats, at another number scaled with it: divergence
+    grows with the square of the deviation, so the deviations to begin with grow with the number's root.
+    """
+
+    thresholds: Thresholds = DEFAULT
+    nats: float = MODE_NATS["balanced"]
+    dial: DialTable | None = None
+    order: PassageOrder = PassageOrder.IN_ORDER
+
+    @classmethod
+    def of(cls, thresholds: Thresholds, plan: ReusePlan, nats: float) -> Gate:
+        """The gate of a plan: by the dial that was measured on prompts like this one, else by the thresholds."""
+        shape = PlanShape.of(plan)
+        return cls(thresholds, nats, _find_dial(thresholds, shape), shape.order)
 
     @property
     def glances(self) -> bool:
         """Whether a look at layer 1 can change anything."""
+        return self.dial is not None or self.thresholds.glances
 
-    def begin(self, deviation: float) -> WayChoice:
-        """The way to begin with, by the layer-1 deviation."""
+    def begin(self, deviation: float) -> RecomputeLevel:
+        """The level to begin with, by the layer-1 deviation."""
+        if self.dial is not None:
+            return choose_level(self.dial.expect_by_glance(self.order, deviation), self.nats)
+        percent = self.thresholds.first_step(deviation / math.sqrt(self._scale) if self._scale else math.inf)
+        why = f"layer 1 is off by {deviation:.3g}, as thresholds for {self.nats:g} nats take it"
+        return RecomputeLevel(percent, math.nan, why)
 
     def expect(self, percent: int, features: RiskFeatures) -> float:
         """Divergence from cold that an answer would have after this repair, in nats."""
-
-    def accepts(self, percent: int, expected: float) -> bool:
-        """Whether this is close enough."""
-
-
-@dataclass(frozen=True, slots=True)
-class ThresholdGate:
-    """Thresholds that hold at .02 nats, at another number scaled with it.
-
-    Divergence grows with the square of the deviation, so the deviations to begin with grow with the number's root.
-    """
-
-    thresholds: Thresholds
-    nats: float = MODE_NATS["balanced"]
-
-    @property
-    def glances(self) -> bool:
-        return self.thresholds.glances
-
-    def begin(self, deviation: float) -> WayChoice:
-        percent = self.thresholds.first_step(deviation / math.sqrt(self._scale) if self._scale else math.inf)
-        why = f"layer 1 is off by {deviation:.3g}, as thresholds for {self.nats:g} nats take it"
-        return WayChoice(percent, math.nan, why)
-
-    def expect(self, percent: int, features: RiskFeatures) -> float:
+        if self.dial is not None:
+            return self.dial.expect_by_repair(self.order, percent, features)
         return self.thresholds.expect(percent, features)
 
     def accepts(self, percent: int, expected: float) -> bool:
-        return expected <= self.thresholds.after(percent) * self._scale
+        """Whether this is close enough."""
+        return expected <= (self.nats if self.dial is not None else self.thresholds.after(percent) * self._scale)
 
     @property
     def _scale(self) -> float:
         return self.nats / MODE_NATS["balanced"]
 
 
-@dataclass(frozen=True, slots=True)
-class DialGate:
-    """The measured dial, for a prompt whose passages have this order."""
-
-    table: DialTable
-    order: PassageOrder
-    nats: float
-
-    @property
-    def glances(self) -> bool:
-        return True
-
-    def begin(self, deviation: float) -> WayChoice:
-        return choose_way(self.table.expect_by_glance(self.order, deviation), self.nats)
-
-    def expect(self, percent: int, features: RiskFeatures) -> float:
-        return self.table.expect_by_repair(self.order, percent, features)
-
-    def accepts(self, percent: int, expected: float) -> bool:  # noqa: ARG002  (one number for every way)
-        return expected <= self.nats
-
-
-def make_gate(thresholds: Thresholds, plan: ReusePlan, nats: float) -> Gate:
-    """The dial that was measured on prompts like this one, else the thresholds."""
-    shape = PlanShape.of(plan)
-    if dial := _find_dial(thresholds, shape):
-        return DialGate(dial, shape.order, nats)
-    return ThresholdGate(thresholds, nats)
-
-
-def prefill_at_once(thresholds: Thresholds, plan: ReusePlan, nats: float) -> WayChoice | None:
-    """The choice of a prefill before anything is computed, where no way is expected to be close enough; else None."""
+def prefill_at_once(thresholds: Thresholds, plan: ReusePlan, nats: float) -> RecomputeLevel | None:
+    """The choice of a prefill before anything is computed, where no level is expected to be close enough; else None."""
     shape = PlanShape.of(plan)
     dial = _find_dial(thresholds, shape)
     if dial is None:
         return None
-    choice = choose_way(dial.expect_by_plan(shape.order), nats)
+    choice = choose_level(dial.expect_by_plan(shape.order), nats)
     return choice if choice.percent is None else None
 
 

@@ -240,9 +240,9 @@ def _ahead(count: int, device: torch.device) -> Tensor:
 CANARY_TOLERANCE: Mapping[torch.dtype, float] = MappingProxyType(
     {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.02, torch.float16: 0.005}
 )
-"""Largest relative error of a layer-0 key or value that still is rounding; measured, see decision 0021."""
+"""Largest relative error of a layer-0 key or value that still is rounding; measured, see decisions/quality-gate.md."""
 EIGHT_BIT_TOLERANCE = 0.09
-"""The same where donors are held at 8 bits; measured, see decision 0081."""
+"""The same where donors are held at 8 bits; measured, see decisions/moving-kv.md."""
 
 DEEP_TOLERANCE = 1.1
 """Largest deviation of deep layers that still is another text in front; measured, see docs/research/robustness.md."""

@@ -17,16 +17,17 @@ from functools import cache
 from importlib.resources import files as files_of
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from semblend.errors import ConfigError
 from semblend.plan.reuse_plan import ReusePlan
 from semblend.quality import MODE_NATS
 from semblend.span import Span
+
+if TYPE_CHECKING:
+    from torch import Tensor  # `semblend estimate` reads the shape of a plan where no torch is installed
 
 # -- The shape of a plan: what is known of it before anything is computed, and the kind of prompt that it stands for.
 
@@ -39,7 +40,7 @@ class PassageOrder(StrEnum):
     """In which order the prompt holds the reused tokens: this decides most of what the gate will say.
 
     Mode balanced served 346 of 349 prompts with one donor in order, 9 of 122 reordered ones and 19 of 125 with several
-    donors (docs/research/decisions/0023-no-passes-in-vain.md).
+    donors (docs/research/decisions/break-even.md).
     """
 
     IN_ORDER = "one donor in order"
@@ -93,7 +94,7 @@ class PlanShape:
 
     @property
     def in_part(self) -> bool:
-        """Whether passages were left out or put in among those of one donor in order (decision 0113)."""
+        """Whether passages were left out or put in among those of one donor in order."""
         return self.order is PassageOrder.IN_ORDER and self.among_tokens > SMALL_SHARE * self.reused_tokens
 
     @property
@@ -111,7 +112,7 @@ def _round_down(count: int) -> int:
 #
 # Three features, all of them by-products of a repair: how far it moved the next-token distribution, how far the donor's
 # KV of the tokens just computed had been off, and how undecided the model is. Alone, the first ranks true damage worse
-# than the three together (docs/research/decisions/0021-quality-gate.md). How they weigh is measured for each model.
+# than the three together (docs/research/decisions/quality-gate.md). How they weigh is measured for each model.
 
 
 UNBOUNDED_RISK = 1e6
@@ -173,6 +174,7 @@ def fit_weights(seen: Sequence[tuple[RiskFeatures, float]], ridge: float = 1e-3)
 def compute_entropy(logits: Tensor) -> float:
     """Of one distribution, in nats.
 
+    >>> import torch
     >>> round(compute_entropy(torch.zeros(4)) / math.log(4), 6)
     1.0
     """
@@ -188,13 +190,14 @@ def bound_risk(risk: float) -> float:
 def next_token_kl(now: Tensor, before: Tensor) -> float:
     """KL divergence in nats of the next-token distribution ``now`` from ``before``, both logits of one row.
 
+    >>> import torch
     >>> next_token_kl(torch.tensor([1., 2.]), torch.tensor([2., 3.]))
     0.0
     >>> next_token_kl(torch.tensor([1., float("nan")]), torch.tensor([2., 3.])) == UNBOUNDED_RISK
     True
     """
     p, q = (logits.reshape(-1).double().log_softmax(-1) for logits in (now, before))
-    risk = float(torch.where(p == -torch.inf, 0.0, p.exp() * (p - q)).sum())
+    risk = float((p.exp() * (p - q)).masked_fill(p == -math.inf, 0.0).sum())
     return max(0.0, bound_risk(risk))
 
 
@@ -211,7 +214,7 @@ def next_token_kl(now: Tensor, before: Tensor) -> float:
 # A larger number never chooses a dearer way, and no way is chosen whose expected divergence is above the number.
 
 
-WAYS = (0, 10, 20, 40)
+RECOMPUTE_LEVELS = (0, 10, 20, 40)
 """Percent of the reused tokens that each way computes again."""
 NUMBERS = (0.003, 0.01, 0.02, 0.05, 0.1, 0.3)
 """Where calibration and benchmarks look at the dial."""
@@ -221,7 +224,7 @@ MOST_UNPROBED = MODE_NATS["balanced"]
 """Up to this number nothing is served that no repair has probed.
 
 A repair is a measurement of the prompt itself; before it there is only what layer 1 shows. And splices alone change
-words: KL .007, but F1 .885 against cold for one document under another instruction (decision 0088).
+words: KL .007, but F1 .885 against cold for one document under another instruction (decisions/divergence-budget.md).
 """
 LEAST_OF_AN_ORDER = 8
 """Prompts of an order of passages, below which nothing is expected of it."""
@@ -229,7 +232,7 @@ _ORDERS = tuple(PassageOrder)
 
 
 @dataclass(frozen=True, slots=True)
-class WayChoice:
+class RecomputeLevel:
     """What the gate does next: compute ``percent`` of the reused tokens again (0: nothing more), None: a prefill.
 
     ``expected``: divergence from cold of the chosen way, in nats; for a prefill, that of the best way there was.
@@ -240,20 +243,20 @@ class WayChoice:
     reason: str
 
 
-def choose_way(expected: Mapping[int, float], nats: float) -> WayChoice:
+def choose_level(expected: Mapping[int, float], nats: float) -> RecomputeLevel:
     """The cheapest way that is expected to stay below ``nats``; ``expected`` by percent.
 
-    >>> choose_way({0: .2, 10: .04, 20: .03}, .05).percent
+    >>> choose_level({0: .2, 10: .04, 20: .03}, .05).percent
     10
-    >>> choose_way({0: .2, 10: .04}, .01).reason
+    >>> choose_level({0: .2, 10: .04}, .01).reason
     'at best 0.04 nats are expected, 0.01 are allowed'
     """
     allowed = [percent for percent in sorted(expected) if percent or nats > MOST_UNPROBED]
     for percent in allowed:
         if bound_risk(expected[percent]) <= nats:
-            return WayChoice(percent, expected[percent], f"{expected[percent]:.3g} of {nats:g} nats are expected")
+            return RecomputeLevel(percent, expected[percent], f"{expected[percent]:.3g} of {nats:g} nats are expected")
     best = min((bound_risk(expected[percent]) for percent in allowed), default=bound_risk(math.inf))
-    return WayChoice(None, best, f"at best {best:.3g} nats are expected, {nats:g} are allowed")
+    return RecomputeLevel(None, best, f"at best {best:.3g} nats are expected, {nats:g} are allowed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -474,7 +477,7 @@ DEFAULT = _read_file(_FILES / "default.json")
 """For models that nobody measured: strict thresholds for passages in order, and one dial for passages that moved.
 
 By thresholds alone, passages that moved were served too: 10 of 66 were false safes on two models, and a prefill would
-have been as cheap (1.18 and .94 of its work). Of passages in order, none of 182 was (decision 0133).
+have been as cheap (1.18 and .94 of its work). Of passages in order, none of 182 was (decisions/divergence-budget.md).
 """
 
 
@@ -517,7 +520,7 @@ class TableSource(StrEnum):
 class ChosenTable:
     """A table for one model. ``name``: the file, the known model's name, or for the default what nothing is known of.
 
-    ``thresholds`` have a dial for every order in which passages can move: their own, or the default's (decision 0143).
+    ``thresholds`` have a dial for every order in which passages can move: their own, or the default's.
     """
 
     thresholds: Thresholds

@@ -1,7 +1,7 @@
 """The Triton kernels for attention of scattered rows, and for the attention that a question pays to every key.
 
-Imported only where they run (a GPU, or Triton's interpreter in the tests); the plain twins are
-``attention_plain.attend_plain`` and ``observers.add_attention``.
+Imported only where they run (a GPU, or Triton's interpreter in the tests); the plain twins are ``attend_plain`` in
+``tests/plain_attention.py`` and ``observers.add_attention``.
 
 Queries of one KV head are packed, row by row, into tiles; rows ascend by position, so a tile's rows need about the same
 keys, and it walks the context once: without a mask up to the nearest of the rows, with every row's own limit from there
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from semblend.materialize.kv.attention_plain import as_blocks, check_attention
+from semblend.errors import InputError
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 MUCH_NEAR_MEMORY = 200 << 10
@@ -182,9 +182,10 @@ def scattered_attention(
 ) -> Tensor:
     """Rows ``q[n, heads, d]`` at ascending ``positions[n]`` over the pool rows ``context[T]``; gives ``[n, heads, d]``.
 
-    As ``attend_plain``; ``parts`` cuts the context for programs in parallel, chosen from the shapes unless given.
-    ``after``: rows go on from there, and look at the keys behind it only. Nothing is read back from the device, so this
-    may run in every layer without a wait.
+    Each row sees the keys at positions up to its own; position p lies in slot ``context[p]`` of one layer of a pool,
+    ``[slots, kv_heads, d]`` or ``[blocks, block_tokens, kv_heads, d]``. ``parts`` cuts the context for programs in
+    parallel, chosen from the shapes unless given. ``after``: rows go on from there, with the keys behind it only.
+    Nothing is read back from the device, so this may run in every layer without a wait.
     """
     check_attention(q, positions, context, k, v)
     rows, heads, head_dim = q.shape
@@ -247,6 +248,31 @@ def scattered_attention(
     return joined
 
 
+def as_blocks(pool: Tensor) -> Tensor:
+    """A layer of a pool with its slots in blocks; rows without blocks become blocks of one."""
+    return pool.unsqueeze(1) if pool.dim() == 3 else pool
+
+
+def check_attention(q: Tensor, positions: Tensor, context: Tensor, k: Tensor, v: Tensor) -> None:
+    """Shapes only: positions and slots stay on the device, and whoever made the rows vouches for them."""
+    pool = as_blocks(k)
+    if q.dim() != 3 or pool.dim() != 4 or k.shape != v.shape or k.stride() != v.stride():
+        raise InputError(
+            f"queries {list(q.shape)}, keys {list(k.shape)}, values {list(v.shape)}",
+            hint="expected [n, heads, d] and two alike of [slots, kv_heads, d]",
+        )
+    if q.shape[2] != pool.shape[3] or q.shape[1] % pool.shape[2] or q.dtype != k.dtype or v.dtype != k.dtype:
+        raise InputError(
+            f"queries {list(q.shape)} {q.dtype} over keys {list(k.shape)} {k.dtype}",
+            hint="same head size and type; heads are a multiple of kv_heads",
+        )
+    if positions.shape != (q.shape[0],) or context.dim() != 1 or positions.is_floating_point():
+        raise InputError(
+            f"{q.shape[0]} rows, positions {list(positions.shape)}, context {list(context.shape)}",
+            hint="one position for each row, and a flat list of slots",
+        )
+
+
 def _work_shape(head_dim: int, dtype: torch.dtype, queries: int, device: torch.device) -> tuple[int, int, int, int]:
     """Queries and keys of a tile, warps, and keys loaded ahead; measured on an H200 (docs/research/vllm.md)."""
     if dtype == torch.float32 or head_dim > 128:
@@ -282,10 +308,9 @@ def parts_of(programs: int, tokens: int, device: torch.device) -> int:
 
 # -- Triton kernels for the attention that a question pays to every key, summed over its rows and heads.
 #
-# Imported only where they run (a GPU, or Triton's interpreter in the tests); the plain twin is
-# ``probe.add_attention``, which writes down every weight. Here none leaves the chip: the first kernel finds each
-# row's highest score and the mass under it, part of the context by part; the second walks over the keys, computes
-# the weights again, and adds them up.
+# The plain twin, ``observers.add_attention``, writes down every weight. Here none leaves the chip: the first kernel
+# finds each row's highest score and the mass under it, part of the context by part; the second walks over the keys,
+# computes the weights again, and adds them up.
 
 
 @triton.jit
@@ -365,7 +390,7 @@ def _mass_kernel(  # type: ignore[no-untyped-def]
 
 
 def add_question_mass(total: Tensor, q: Tensor, context: Tensor, k: Tensor) -> None:
-    """As ``probe.add_attention``, with the keys of ``context`` (slots) where they lie in a layer ``k`` of a pool."""
+    """As ``observers.add_attention``, with the keys of ``context`` (slots) as they lie in a layer ``k`` of a pool."""
     rows, heads, head_dim = q.shape
     pool = as_blocks(k)
     kv_heads, reach = pool.shape[2], len(context)

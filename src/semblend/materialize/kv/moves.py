@@ -15,7 +15,7 @@ from semblend.materialize.kv.rope import RopeSpec
 # Keys and values are stored as whole numbers from -127 to 127 with a scale beside them. Some dimensions of a head
 # are much larger than others, the same ones for all tokens, so there is a scale for each dimension of a head over a
 # group of 64 tokens. Scales are bfloat16, rounded up, so that nothing is cut off.
-# `docs/research/decisions/0081-donors-at-8-bits.md` has the measurement.
+# `docs/research/decisions/moving-kv.md` has the measurement.
 
 
 LARGEST = 127

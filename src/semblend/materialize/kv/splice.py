@@ -181,39 +181,35 @@ def _check_move(move: Move) -> None:
 # (``gather_plain``, which is also the specification).
 
 
-def gather(layout: Layout, slots: Tensor, k_out: Tensor, v_out: Tensor) -> None:
-    """Copy keys and values of ``slots`` into two ``[layers, n, kv_heads, head_dim]``; queued, not waited for."""
+def gather(layout: Layout, slots: Tensor, k_out: Tensor, v_out: Tensor, layers: Sequence[int] | None = None) -> None:
+    """Copy keys and values of ``slots`` into two ``[layers, n, kv_heads, head_dim]``; queued, not waited for.
+
+    ``layers``: only of these, one after another; None for all.
+    """
     if k_out.device.type == layout.device.type == "cuda" and has_triton() and slots.numel():
         views = layout.views
         if views is not None:
             from semblend.materialize.kv.kernels import gather_rows
 
-            return gather_rows(views, slots, k_out, v_out)
-    return gather_plain(layout, slots, k_out, v_out)
+            return gather_rows(views, slots, k_out, v_out, layers)
+    return gather_plain(layout, slots, k_out, v_out, layers)
 
 
-def gather_plain(layout: Layout, slots: Tensor, k_out: Tensor, v_out: Tensor) -> None:
+def gather_plain(
+    layout: Layout, slots: Tensor, k_out: Tensor, v_out: Tensor, layers: Sequence[int] | None = None
+) -> None:
     """The plain twin; layer by layer, so that no second copy of the whole exists on a device."""
-    for layer in range(layout.layers):
+    for number, layer in enumerate(range(layout.layers) if layers is None else layers):
         k, v = layout.gather(layer, slots)
-        k_out[layer].copy_(k, non_blocking=True)
-        v_out[layer].copy_(v, non_blocking=True)
+        k_out[number].copy_(k, non_blocking=True)
+        v_out[number].copy_(v, non_blocking=True)
 
 
 def copy_layers(layout: Layout, layers: Sequence[int], slots: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values of ``slots`` in some layers, each ``[layers, n, kv_heads, head_dim]``, as they are now."""
     shape = (len(layers), len(slots), layout.kv_heads, layout.head_dim)
     k_out, v_out = (torch.empty(shape, dtype=layout.dtype, device=layout.device) for _ in range(2))
-    views = layout.views if layout.device.type == "cuda" and has_triton() and slots.numel() else None
-    if views is not None:
-        from semblend.materialize.kv.kernels import gather_rows
-
-        gather_rows(views, slots, k_out, v_out, layers)
-        return k_out, v_out
-    for number, layer in enumerate(layers):
-        k, v = layout.gather(layer, slots)
-        k_out[number].copy_(k)
-        v_out[number].copy_(v)
+    gather(layout, slots, k_out, v_out, layers)
     return k_out, v_out
 
 

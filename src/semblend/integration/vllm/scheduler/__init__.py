@@ -1,4 +1,4 @@
-"""The half that lives beside vLLM's scheduler: lookup, claims, prefix-cache hashes, receipts.
+"""Our side in vLLM's scheduler: lookup, claims, prefix-cache hashes, receipts.
 
 It touches no KV and needs no GPU.
 """

@@ -4,7 +4,7 @@ Loading moved KV is cheap, but every request pays for it again and holds blocks 
 paid once and held once. Nobody knows how many requests will come. So each prefix has an account of what its loads have
 cost. When the next load would bring it to the price of computing the prefix, that request is not claimed, and vLLM
 computes it under its own hashes. This is the rule of renting and buying: however many requests come, the prefix costs
-less than twice what it would have cost to know that number beforehand (decision 0084).
+less than twice what it would have cost to know that number beforehand (decisions/vllm.md).
 
 Prefixes are told apart by vLLM's own block hashes. Each is made from the one before, so one hash stands for all tokens
 up to its block. An account belongs to the segment between two marks (`list_marks`): prompts that part somewhere share

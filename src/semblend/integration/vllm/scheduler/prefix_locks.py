@@ -28,13 +28,13 @@ class PrefixLocks:
         """From the block of ``first_token`` on, only requests with the same key find this one's blocks."""
         first = first_token // self._facts.hash_block_tokens
         record.first_block = first_token // self._facts.block_tokens
-        record.own_hashes = frozenset(map(bytes, record.request.block_hashes[first:]))
-        record.salted = salt(record.request, first, key)
+        record.own_hashes = frozenset(map(bytes, record.source.block_hashes[first:]))
+        record.salted = salt(record.source, first, key)
 
     def unlock(self, record: Record) -> None:
         """Its own hashes again: nothing approximate is in its blocks, or it has none."""
         if record.salted is not None:
-            restore(record.request, record.salted)
+            restore(record.source, record.salted)
             record.salted = None
 
     def keep_private(self, records: Iterable[Record]) -> None:
@@ -45,20 +45,20 @@ class PrefixLocks:
             try:
                 self._keep_private(record)
             except Exception as error:  # the salted hashes still keep these blocks from being found
-                self._report_failure("withdraw", f"{type(error).__name__}: {error}", record.request.request_id)
+                self._report_failure("withdraw", f"{type(error).__name__}: {error}", record.request_id)
 
     def _keep_private(self, record: Record) -> None:
         assert record.salted is not None
         assert record.block_ids is not None
         if record.kept_out and self.cached_counts:
             return  # nothing more of it enters: running requests cost a step nothing
-        pool, blocks, name = self.block_pool, record.block_ids, record.request.request_id
+        pool, blocks, name = self.block_pool, record.block_ids, record.request_id
         # Before 0.30 vLLM enters blocks as they fill: those since, and two that were filling.
         since = max(record.kept_out - 2, record.first_block)
         first_hash = since if self.can_share else record.salted.first
         if pool.kv_event_queue:
-            silence(pool, list_hashes(pool, record.request, first_hash, blocks[since:]))
-        if not record.filled:
+            silence(pool, list_hashes(pool, record.source, first_hash, blocks[since:]))
+        if record.is_loading:
             return
         if not self.can_share or record.own_hashes & list_hashes(pool, None, 0, blocks[since:]):
             keep_out(pool, self.cached_counts, name, blocks[since:])

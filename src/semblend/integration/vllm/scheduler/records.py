@@ -1,4 +1,4 @@
-"""What the scheduler half knows: of the engine, and of one request while it is with us."""
+"""What is known in the scheduler: of the engine, and of one request while it is with us."""
 
 from __future__ import annotations
 
@@ -6,31 +6,25 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
-from semblend.confirm.receipt import Receipt
-from semblend.integration.vllm.orders import Loaded
 from semblend.integration.vllm.scheduler.hash_chain import Salted
 from semblend.integration.vllm.scheduler.healing import LoadCost
-from semblend.materialize.gate.gate import OutcomeMemory
-from semblend.plan.reuse_plan import Decline, ReusePlan
+from semblend.plan.reuse_plan import ReusePlan
 from semblend.prompt import Namespace, Prompt
-from semblend.quality import GATED_MODE, find_path
+from semblend.session.session import LoadResult, ReuseSession
 
+ENGINE = "vllm"
 _WEIGHTS = " weights:"
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What changes with the weights only; ``refusal`` says why nothing can be reused in this engine, if so.
-
-    ``pass_rows``: what a pass of ours costs beside its rows, in rows, as the workers have measured it; 0 before.
-    """
+    """What changes with the weights only; ``refusal`` says why nothing can be reused in this engine, if so."""
 
     version: str
     namespace: Namespace
     block_tokens: int
     hash_block_tokens: int
     refusal: str | None = None
-    pass_rows: int = 0
 
     @property
     def knows_weights(self) -> bool:
@@ -51,13 +45,13 @@ def name_weights(facts: EngineFacts, digest: str) -> EngineFacts:
 
 @dataclass(slots=True)
 class Share:
-    """Approximate blocks of one prompt; ``loaded`` is None while they are being filled for request ``owner``."""
+    """Approximate blocks of one prompt; ``result`` is None while they are being filled for request ``owner``."""
 
     prompt: bytes
     key: bytes
     owner: str
     plan: ReusePlan
-    loaded: Loaded | None = None
+    result: LoadResult | None = None
 
 
 def move_prompt(prompt: Prompt, facts: EngineFacts) -> Prompt:
@@ -65,83 +59,53 @@ def move_prompt(prompt: Prompt, facts: EngineFacts) -> Prompt:
     return Prompt(prompt.token_ids, prompt.text, replace(prompt.namespace, revision=facts.namespace.revision))
 
 
-@dataclass(slots=True)
-class Record:
-    """One request while it is with us.
+@dataclass(slots=True, eq=False)
+class Record(ReuseSession):
+    """A request in vLLM: its session, and the blocks and hashes that vLLM knows it by.
 
-    ``declined``: why a request of its kind is computed without us; None when it is not. It is found once, when the
-    request arrives: connectors between engines clear their flags in the request after they have loaded it.
-    ``in_vain``: why a reuse is expected to be in vain. vLLM may ask for a request in many steps; it is judged once.
-    ``ordered``: the plan as the worker has it, or had for the equal prompt whose blocks this one shares.
-    ``share``: the blocks of an equal prompt that it looks for, or has; it found ``found_tokens``.
-    ``filled``: its load is complete, or the blocks that it shares are. ``entered``: and vLLM has them in its prefix
-    cache. ``rejected``: never claimed again. ``cost``: of the load that was last considered, for `healing`.
-    ``brought_from``: another connector brings the tokens from there on, and its load may run in the request's first
-    step. ``spoiled``: why some of what its KV is computed on is wrong.
+    ``block_ids``: it was admitted with these, to be loaded or to be computed. ``salted``: its hashes from
+    ``first_block`` on are not its own. ``entered``: vLLM has its filled blocks in its prefix cache. ``share``: the
+    blocks of an equal prompt that it looks for, or has; it found ``found_tokens``. ``cost``: of the load that was last
+    considered, for `prefix_promotion`. ``brought_from``: another connector brings the tokens from there on, and its
+    load may run in the request's first step. ``spoiled``: why some of what its KV is computed on is wrong.
     """
 
-    request: Any
-    prompt: Prompt
-    mode: str
-    declined: str | None = None
-    local_tokens: int = 0
-    decision: ReusePlan | Decline | None = None
-    claim_end: int = 0
-    seen_epoch: int = -1
-    lookup_ms: float | None = None
     name: bytes | None = None
     salted: Salted | None = None
     own_hashes: frozenset[bytes] = frozenset()
     first_block: int = 0
     kept_out: int = 0
     block_ids: list[int] | None = None
-    admitted: bool = False
-    ordered: ReusePlan | None = None
-    loading: bool = False
-    filled: bool = False
     entered: bool = False
     share: Share | None = None
     found_tokens: int = 0
-    rejected: bool = False
-    served: bool = False
-    captured: bool = False
-    restarted: bool = False
-    finished: bool = False
-    loaded: Loaded | None = None
-    receipt: Receipt | None = None
-    judged: bool = False
-    in_vain: Decline | None = None
     cost: LoadCost | None = None
     brought_from: int | None = None
     spoiled: str | None = None
 
     @property
-    def is_gated(self) -> bool:
-        """Whether the gate decides about its donor KV."""
-        return find_path(self.mode) == GATED_MODE
-
-    @property
-    def claimed(self) -> bool:
-        return self.claim_end > 0
+    def source(self) -> Any:
+        """vLLM's own request."""
+        return self.request.source
 
     @property
     def is_settled(self) -> bool:
-        """Its prompt is complete, nothing approximate is in its blocks, and it holds no donors."""
-        return self.served and self.salted is None and (self.admitted or not self.claimed)
+        """Its prompt is complete, and nothing approximate is in its blocks."""
+        return self.has_answered and self.salted is None
 
     @property
-    def exact_end(self) -> int:
-        """Exact KV ends where moved KV begins."""
-        if self.salted is not None and self.ordered is not None:
-            return self.ordered.spans[0].target_start
-        return len(self.prompt)
+    def holds_moved_kv(self) -> bool:
+        """Its blocks are filled, and not all of what is in them is exact."""
+        return self.salted is not None and not self.is_loading and self.block_ids is not None
 
-    def start_over(self) -> None:
+    def decline(self, why: str) -> None:
+        """It is computed without us from now on, and becomes no donor."""
+        self.request = replace(self.request, declined=why)
+
+    def lose_blocks(self) -> None:
         """vLLM has taken its blocks back."""
-        self.admitted, self.restarted, self.block_ids, self.seen_epoch = False, True, None, -1
-        self.filled = self.entered = False
-        self.share = self.loaded = self.ordered = self.brought_from = None
-        self.kept_out = 0
+        self.block_ids = self.share = self.brought_from = None
+        self.entered, self.kept_out = False, 0
 
     def begin_step(self, computed_tokens: int) -> int:
         """The first token whose KV is written in the next step of a request with ``computed_tokens``."""
@@ -154,7 +118,7 @@ class Record:
         While it is loaded that is its exact prefix: the others are named by its own load, where that is refused.
         """
         blocks = self.block_ids or []
-        read = blocks[: self.local_tokens // block_tokens] if self.loading else blocks
+        read = blocks[: self.exact_tokens // block_tokens] if self.is_loading else blocks
         return next((at for at, block in enumerate(read) if block in block_ids), None)
 
 
@@ -175,20 +139,13 @@ class RecordBook(dict[str, Record]):
         return self.pop(request_id, None)
 
     @property
-    def any_unserved(self) -> bool:
-        return any(not record.served for record in self.open.values())
+    def any_unanswered(self) -> bool:
+        return any(not record.has_answered for record in self.open.values())
 
     def settle(self) -> None:
         """Close those about which no later step has anything to decide."""
         for request_id in [name for name, record in self.open.items() if record.is_settled]:
             del self.open[request_id]
-
-
-def learn_from(record: Record, outcomes: OutcomeMemory) -> None:
-    """Tell the memory what a load of mode balanced has cost."""
-    plan, loaded = record.ordered, record.loaded
-    if record.is_gated and plan is not None and loaded is not None and record.share is None:
-        outcomes.learn(plan, record.prompt.namespace, record.mode, work=loaded.work, declined=loaded.reason)
 
 
 def keep_block_tables(cached: Any, records: Mapping[str, Record]) -> None:

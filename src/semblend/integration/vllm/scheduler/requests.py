@@ -6,10 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from semblend.integration.vllm.scheduler.records import EngineFacts, Record
+from semblend.confirm.receipt import Receipt, RequestFacts, build_receipt
+from semblend.integration.vllm.scheduler.records import ENGINE, EngineFacts, Record
 from semblend.integration.vllm.settings import ConnectorSettings
+from semblend.plan.reuse_plan import Decline, DeclineReason
 from semblend.prompt import Namespace, Prompt, name_tenant
 from semblend.quality import RequestOptions, choose_quality, read_request_options
+from semblend.session.session import SessionRequest
 
 HINT_ACTION = "semblend.reuse"
 """The ``action_type`` of a KV hint that is for us; its payload says what ``kv_transfer_params.semblend`` would."""
@@ -17,9 +20,16 @@ HINT_ACTION = "semblend.reuse"
 
 def make_record(request: Any, facts: EngineFacts, settings: ConnectorSettings) -> Record:
     """The record of a request that vLLM asks about for the first time."""
-    prompt = Prompt(request.prompt_token_ids, namespace=build_namespace(request, facts.namespace))
-    why = explain_decline(request, require_cache_salt=settings.require_cache_salt)
-    return Record(request, prompt, choose_mode(request, prompt.namespace, settings), why)
+    options, namespace = read_options(request), build_namespace(request, facts.namespace)
+    asked = SessionRequest(
+        request.request_id,
+        Prompt(request.prompt_token_ids, namespace=namespace),
+        quality=options.quality,
+        declined=explain_decline(request, require_cache_salt=settings.require_cache_salt) or "",
+        opt_out=options.opt_out,
+        source=request,
+    )
+    return Record(asked, choose_mode(request, namespace, settings))
 
 
 def choose_mode(request: Any, namespace: Namespace, settings: ConnectorSettings) -> str:
@@ -45,6 +55,23 @@ def _iterate_hints(envelope: Any) -> Iterator[Any]:
     for action in getattr(envelope, "actions", None) or ():
         if getattr(action, "action_type", None) == HINT_ACTION:
             yield getattr(action, "payload", None)
+
+
+def build_refused_receipt(request: Any, exact_tokens: int, engine: EngineFacts, settings: ConnectorSettings) -> Receipt:
+    """The receipt of a request in an engine that we do not serve, without a look at its tokens."""
+    namespace = build_namespace(request, engine.namespace)
+    return build_receipt(
+        RequestFacts(
+            request_id=request.request_id,
+            engine=ENGINE,
+            engine_version=engine.version,
+            namespace=namespace,
+            mode=choose_mode(request, namespace, settings),
+            prompt_tokens=len(request.prompt_token_ids),
+            exact_tokens=exact_tokens,
+            decision=Decline(DeclineReason.UNSUPPORTED_MODE, engine.refusal or ""),
+        )
+    )
 
 
 def explain_decline(request: Any, *, require_cache_salt: bool = False) -> str | None:

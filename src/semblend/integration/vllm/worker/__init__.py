@@ -1,4 +1,4 @@
-"""The half that lives beside vLLM's worker: it copies donor KV out of vLLM's cache and brings it back.
+"""Our side in vLLM's worker: it copies donor KV out of vLLM's cache and brings it back.
 
-It decides nothing about requests: it carries out the orders of the scheduler half.
+It decides nothing about requests: it carries out the orders of the scheduler ours.
 """

@@ -1,0 +1,428 @@
+"""Our side in vLLM's scheduler: lookup, claims, where each request is, receipts.
+
+It decides and keeps books, and touches no KV. vLLM calls it in this order for a request:
+
+    matched      how many tokens behind the exact hit shall we provide? It waits for them, without holding up others
+    allocated    it has the blocks for what we claimed, and its load begins; again when it is scheduled
+    orders       once a step: what the worker's side has to load, capture and drop
+    reported     after the step: what it did. A load that ends well is scheduled next; one that was refused is computed
+                 by vLLM, under its own hashes, and never claimed again. A captured prompt becomes a donor, a served one
+                 gets its receipt
+    finished     the answer is complete, or the request was aborted
+
+Nothing in here raises into vLLM: `connector_v1` catches, says so in an event, and the request is computed cold.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Set
+from dataclasses import replace
+from typing import Any
+
+from semblend.confirm.receipt import Receipt
+from semblend.facade import SemBlend
+from semblend.integration.vllm.orders import Capture, Orders, Report
+from semblend.integration.vllm.scheduler.healing import Verdict
+from semblend.integration.vllm.scheduler.pending_loads import PendingLoads
+from semblend.integration.vllm.scheduler.prefix_locks import PrefixLocks
+from semblend.integration.vllm.scheduler.promotion import PrefixPromotion
+from semblend.integration.vllm.scheduler.records import (
+    ENGINE,
+    EngineFacts,
+    Record,
+    RecordBook,
+    add_computed,
+    iterate_scheduled,
+    keep_block_tables,
+    move_prompt,
+    name_weights,
+)
+from semblend.integration.vllm.scheduler.requests import build_refused_receipt, make_record
+from semblend.integration.vllm.scheduler.shared_blocks import SharedBlocks
+from semblend.integration.vllm.scheduler.worker_donors import WorkerDonors
+from semblend.integration.vllm.settings import ConnectorSettings
+from semblend.materialize.blend.quality import QualitySettings
+from semblend.materialize.gate.gate import OutcomeMemory
+from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
+from semblend.session.session import NEVER, LoadResult, State
+from semblend.session.sessions import EngineTraits, Sessions
+
+
+class SchedulerConnector:
+    """See the module."""
+
+    def __init__(
+        self,
+        facts: EngineFacts,
+        settings: ConnectorSettings,
+        semblend: SemBlend,
+        *,
+        clock: Callable[[], float] = time.time,
+        outcomes: OutcomeMemory | None = None,
+    ) -> None:
+        self.facts, self.settings, self.semblend = facts, settings, semblend
+        self.locks = PrefixLocks(facts, self.report_failure)
+        self.donors = WorkerDonors(semblend, self.report_failure)
+        self.shares = SharedBlocks(self.locks, facts.block_tokens)
+        seam_tokens = settings.config.seam_tokens
+        self.sessions = Sessions(
+            semblend,
+            EngineTraits(ENGINE, facts.version, donor_min_new_tokens=settings.donor_min_new_tokens),
+            self.donors,
+            config=settings.config,
+            quality=QualitySettings(seam_tokens=seam_tokens),
+            outcomes=outcomes,
+        )
+        self.promotion = PrefixPromotion(
+            settings.heal_prefixes, facts.hash_block_tokens, seam_tokens, self.report_failure
+        )
+        self._clock = clock
+        self._records = RecordBook()
+        self._given_up: set[str] = set()  # requests that vLLM computes without us, until they end
+        self._refused: dict[str, int] = {}  # exact tokens of each request in an engine that we do not serve
+        self._loads = PendingLoads(facts.block_tokens)
+        self._freed: list[str] = []
+
+    # -- a request -------------------------------------------------------------------------------------------------
+
+    def count_matched(self, request: Any, local_tokens: int) -> int | None:
+        """Tokens behind the ``local_tokens`` of vLLM's own hit that we claim; 0 for none, None to be asked again."""
+        if self.facts.refusal is not None:  # a number is all that an engine which we do not serve keeps of a request
+            self._refused[request.request_id] = local_tokens
+            return 0
+        self._catch_up()
+        record = self._find_record(request)
+        if record is None:
+            return 0
+        record.brought_from = None
+        if record.state is State.COLD:
+            record.block_ids = None  # they went back with the load; vLLM computes it
+            return 0
+        if record.block_ids is not None:  # preempted outside of a step: vLLM asks again for a request that had blocks
+            self._start_over(request.request_id)
+        if record.share is not None and self.shares.find_blocks(record, local_tokens):
+            return 0
+        if self._may_share(record) and self.shares.join(record, local_tokens, self._records):
+            return None
+        before = record.decision
+        offered = self.sessions.offer(record, local_tokens)
+        if record.decision is not before:
+            record.cost = None
+        if offered and isinstance(record.decision, ReusePlan):
+            verdict = self.promotion.judge(record, record.decision, self._records)
+            if verdict is Verdict.WAIT:
+                return None
+            if verdict is Verdict.PREFILL:
+                self._leave_to_vllm(record)
+        return record.offered_tokens
+
+    def left_to_another(self, request: Any, exact_tokens: int, local_tokens: int = 0) -> None:
+        """We claim nothing, and count what another connector brings as exact, for that is what it says it is.
+
+        It brings the tokens from ``local_tokens`` on.
+        """
+        if self.facts.refusal is not None:
+            self._refused[request.request_id] = exact_tokens
+            return
+        record = self._find_record(request)
+        if record is not None:
+            self.shares.leave(record)
+            self.locks.unlock(record)
+            self.sessions.stand_back(record, exact_tokens, None)
+            record.brought_from = local_tokens
+
+    def allocated(self, request: Any, block_ids: list[int], claimed_tokens: int) -> None:
+        """The request was admitted, to be loaded or to be computed; ``block_ids`` are all it has so far."""
+        record = self._records.get(request.request_id)
+        if record is None:
+            return
+        record.block_ids = list(block_ids)
+        if claimed_tokens:
+            self._begin_load(record, claimed_tokens)
+        elif record.share is not None:
+            self.shares.take(record)
+            self.semblend.ledger.planned(request.request_id, record.share.plan)
+        elif record.is_loading:  # the word about its load was lost: whatever is in its blocks, nobody else finds it
+            self.sessions.finish_load(record, LoadResult(record.approximate_from))
+        elif record.state is State.OFFERED:
+            record.withdraw()
+        record.entered = record.holds_moved_kv
+        self.locks.keep_private([record])
+
+    def refuse_claim(self, request: Any, block_ids: list[int], claimed_tokens: int) -> None:
+        """`allocated` failed. Where we had claimed, vLLM waits for a load: it gets one that is refused."""
+        record = self._records.get(request.request_id)
+        self.give_up(request.request_id)
+        if claimed_tokens and record is not None:
+            self._loads.refuse(record, block_ids, claimed_tokens)
+
+    def holds_approximate(self, request_id: str) -> bool:
+        """Whether any block of a request may hold approximate KV: nobody else may store it."""
+        record = self._records.get(request_id)
+        return record is not None and record.salted is not None
+
+    def hit_sources(self, request_id: str, claimed_tokens: int) -> tuple[int, int]:
+        """How many claimed tokens a donor holds, and how many we shall compute; they add up to the claim.
+
+        This is the plan, because vLLM asks before the load runs. What really happened is in the receipt.
+        """
+        record = self._records.get(request_id)
+        if record is None or not isinstance(record.decision, ReusePlan):
+            return 0, claimed_tokens
+        reused = min(claimed_tokens, record.decision.until(record.claim_end).reused_tokens)
+        return reused, claimed_tokens - reused
+
+    def finished(self, request_id: str) -> Receipt | None:
+        """The request ended; its receipt, where its prompt was complete and the worker has spoken."""
+        self._given_up.discard(request_id)
+        self.promotion.forget(request_id)
+        record = self._records.get(request_id)
+        if record is None:
+            return None
+        self._release_blocks(record)
+        if record.is_loading:
+            self._loads.cancel(request_id)
+            self.shares.drop_of(record)
+        is_receipt_due = record.has_answered and record.receipt is None
+        record.end()
+        if not is_receipt_due:
+            self._forget(request_id)
+        return record.receipt
+
+    def finish_refused(self, request: Any) -> Receipt | None:
+        """The receipt of a request that has ended in an engine that we do not serve; None where it has no answer."""
+        exact_tokens = self._refused.pop(request.request_id, None)
+        if exact_tokens is None or not request.num_output_tokens or not request.prompt_token_ids:
+            return None
+        receipt = build_refused_receipt(request, exact_tokens, self.facts, self.settings)
+        self.sessions.record(receipt)
+        return receipt
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def build_orders(self, output: Any) -> Orders:
+        """What the worker's side does in this step."""
+        self._catch_up()
+        for request_id in output.preempted_req_ids or ():
+            self._start_over(request_id)
+        captures: list[Capture] = []
+        served: list[str] = []
+        computed_now: set[int] | None = set()
+        asks = self._loads.has_any  # else nobody wants to know what is computed now: a running request costs nothing
+        keep_block_tables(output.scheduled_cached_reqs, self._records)
+        for request_id, computed in iterate_scheduled(output) if asks or self._records.any_unanswered else ():
+            record = self._records.get(request_id)
+            if not asks and (record is None or record.has_answered):
+                continue
+            end = computed + output.num_scheduled_tokens[request_id]
+            start = computed if record is None else record.begin_step(computed)
+            computed_now = add_computed(computed_now, record, start, end, self.facts.block_tokens)
+            if record is not None and not record.has_answered and end >= len(record.prompt):
+                served.append(request_id)
+                tokens = self.sessions.answer(record)
+                if tokens and record.block_ids is not None:
+                    captures.append(self.donors.order(record, tokens, self.facts.block_tokens))
+                    record.keep(tokens)
+        self.locks.keep_private(self._records.open.values())
+        self._records.settle()
+        orders = self.build_orders_to_load(busy=bool(output.num_scheduled_tokens), computed_now=computed_now)
+        orders.captures, orders.served = captures, served
+        orders.drops, orders.pins = self.donors.take_drops(), self.donors.take_pins()
+        orders.publications = self.donors.take_publications()
+        return orders
+
+    def build_orders_to_load(
+        self, *, busy: bool = True, computed_now: Set[int] | None = None, preempted: Iterable[str] = ()
+    ) -> Orders:
+        """The least that a step must order: without loads requests would wait forever, and without ``freed`` a copy
+        would read blocks that others write.
+
+        ``busy``: others are computed in it. ``computed_now``: the blocks in which they are; None where that is not
+        known. ``preempted``: requests whose blocks vLLM has taken back.
+        """
+        for request_id in preempted:
+            if request_id in self._records:
+                self._release_blocks(self._records[request_id])
+        orders = self._loads.take(self.settings.step_work_ms if busy else None, computed_now)
+        orders.freed, self._freed = self._freed, []
+        return orders
+
+    def note_failed_loads(self, block_ids: Set[int]) -> None:
+        """vLLM computes these blocks anew, because a connector could not load them. Nothing that was computed on them
+        becomes a donor or is shared, and a load behind them has come to nothing.
+
+        Told with the output of the step that loaded them, before what else is `reported` of it.
+        """
+        self.donors.drop_copies_of(block_ids)
+        for record in self._records.values():
+            first = record.find_block_in(block_ids, self.facts.block_tokens)
+            if first is None:
+                continue
+            record.spoiled = "another connector could not load KV that it is computed on"
+            record.decline(record.spoiled)
+            record.exact_tokens = min(record.exact_tokens, first * self.facts.block_tokens)
+            self.shares.drop_of(record)
+            if record.state is State.FILLED and record.share is None and not record.entered:
+                self.sessions.run_cold(record, Decline(DeclineReason.ERROR, record.spoiled))
+                self.locks.unlock(record)
+
+    def reported(self, report: Report) -> None:
+        """The worker's side has done a step."""
+        self._catch_up()
+        if report.weights:
+            self._adopt_weights(report.weights)
+        for where, message, request_id in report.errors:
+            self.report_failure(where, message, request_id)
+        if report.pass_rows:
+            self.sessions.quality = replace(self.sessions.quality, pass_rows=report.pass_rows)
+        self.donors.note_report(report)
+        for request_id, result in report.loaded.items():
+            record = self._records.get(request_id)
+            if record is not None and record.is_loading:
+                self._note_loaded(record, result)
+        for request_id in report.served:
+            self._confirm(request_id)
+        for tier, used in report.donor_bytes.items():
+            self.semblend.metrics.donors(self.semblend.stats().donors, used, tier)
+
+    def reset(self) -> bool:
+        """Drop every donor, and what was made from them."""
+        self.shares.clear()
+        self.promotion.books.clear()
+        self.donors.forget_all()
+        return True
+
+    def report_failure(self, where: str, message: str, request_id: str = "") -> None:
+        """Something of ours failed; the request is computed cold or was already."""
+        self.sessions.report_failure(where, message, request_id)
+
+    def give_up(self, request_id: str) -> None:
+        """A hook failed for this request: its claim and its record go, and it is not claimed again."""
+        self._given_up.add(request_id)
+        self.promotion.forget(request_id)
+        record = self._records.remove(request_id)
+        if record is not None:
+            self._release_blocks(record)
+            self.shares.drop_of(record)
+            if not record.holds_moved_kv:  # computed cold, under its own hashes; filled blocks must stay salted
+                self.locks.unlock(record)
+        self.semblend.release(request_id)
+
+    def let_go(self, request_id: str) -> None:
+        """A request has ended, and what we had to do about that failed."""
+        self.give_up(request_id)
+        self._given_up.discard(request_id)
+        self._refused.pop(request_id, None)
+
+    def _catch_up(self) -> None:
+        if self.donors.catch_up():
+            self.reset()
+
+    def _adopt_weights(self, digest: str) -> None:
+        """These are the model's weights. Donors of others go, and none is made of a request that began before."""
+        knew, self.facts = self.facts.knows_weights, name_weights(self.facts, digest)
+        self.donors.follow(self.facts.namespace)
+        self.donors.name_anew(lambda prompt: move_prompt(prompt, self.facts))
+        for record in self._records.values():
+            record.request = replace(record.request, prompt=move_prompt(record.prompt, self.facts))
+            if knew:
+                record.decline(record.request.declined or "the weights have changed since it began")
+                record.epoch = NEVER
+        if knew:
+            self.reset()
+
+    # -- what to do with a request ---------------------------------------------------------------------------------
+
+    def _find_record(self, request: Any) -> Record | None:
+        record = self._records.get(request.request_id)
+        if record is None:
+            if not request.prompt_token_ids or request.request_id in self._given_up:
+                return None
+            record = self._records.add(request.request_id, make_record(request, self.facts, self.settings))
+        return record
+
+    def _may_share(self, record: Record) -> bool:
+        if not self._shares_blocks or not record.is_open or self.sessions.explain_no_reuse(record):
+            return False
+        off = self.semblend.decline_beforehand(record.prompt, record.request_id, self.sessions.opts_out(record))
+        return off is None
+
+    @property
+    def _shares_blocks(self) -> bool:
+        return self.settings.share_equal_prompts and self.locks.can_share
+
+    def _leave_to_vllm(self, record: Record) -> None:
+        """vLLM computes its prefix, once for all requests that share it."""
+        epoch = record.epoch
+        record.withdraw()
+        record.epoch = epoch
+        record.decision = Decline(DeclineReason.SHARED_PREFIX, "loads of this prefix have cost as much as it does")
+
+    # -- loads ----------------------------------------------------------------------------------------------------
+
+    def _begin_load(self, record: Record, claimed_tokens: int) -> None:
+        """It has its blocks: lock the exact prefix cache before anything is written into them."""
+        assert record.block_ids is not None, "vLLM has just told them"
+        plan = self.sessions.begin_load(record)
+        if isinstance(plan, Decline):  # vLLM waits for a load: it gets one that is refused
+            self._loads.refuse(record, record.block_ids, claimed_tokens)
+            return
+        key = self.shares.begin(record, plan) if self._shares_blocks else None
+        self.locks.lock(record, plan.spans[0].target_start, key)
+        spans = (replace(one, generation=self.donors.find_generation(one.donor_id)) for one in plan.spans)
+        self._loads.add(record, plan.prompt_tokens, spans)
+        self.promotion.note_load(record)
+        self.donors.note_used(plan.donor_ids)
+
+    def _note_loaded(self, record: Record, result: LoadResult) -> None:
+        """Its load is over, and vLLM has not computed anything on it."""
+        if record.spoiled is not None:
+            result = replace(result, failed=True, reason=DeclineReason.ERROR, detail=record.spoiled)
+        plan = record.plan
+        self.sessions.finish_load(record, result)
+        if record.approximate_from is not None:
+            self.shares.note_loaded(record, result)
+            return
+        self.shares.drop_of(record)
+        self.locks.unlock(record)  # what is in its blocks is exact, or will be: vLLM may find it
+        if result.reason is DeclineReason.VALIDATION_FAILED and plan is not None:
+            for donor_id in result.faulty_donors or plan.donor_ids:
+                self.shares.drop_donor(donor_id)
+
+    # -- its life --------------------------------------------------------------------------------------------------
+
+    def _release_blocks(self, record: Record) -> None:
+        """vLLM gives its blocks to others, while a worker may still copy from them."""
+        if record.state is State.KEPT:
+            self._freed.append(record.request_id)
+
+    def _start_over(self, request_id: str) -> None:
+        """Preempted: its blocks are gone, it will be computed from its exact prefix on, under its own hashes."""
+        record = self._records.get(request_id)
+        if record is None:
+            return
+        self._release_blocks(record)
+        self.locks.unlock(record)
+        self._records.open[request_id] = record
+        self.sessions.restart(record)
+        record.lose_blocks()
+
+    def _confirm(self, request_id: str) -> None:
+        """The prompt's last step is done, so the first token is out: the receipt, once."""
+        record = self._records.get(request_id)
+        if record is None or record.receipt is not None:
+            return
+        arrival = getattr(record.source, "arrival_time", None)
+        receipt = self.sessions.confirm(
+            record, ttft_ms=None if arrival is None else max(0.0, (self._clock() - arrival) * 1e3)
+        )
+        if receipt is not None and receipt.reason is DeclineReason.SHARED_PREFIX:
+            self.semblend.metrics.declined(receipt.reason)  # no lookup's decline, and the worker never saw it
+        if record.state is State.ENDED:
+            self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        record = self._records.remove(request_id)
+        if record is not None:
+            self.sessions.end(record)

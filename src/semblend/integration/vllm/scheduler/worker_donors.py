@@ -1,0 +1,254 @@
+"""Which donors the workers hold, which are on their way, and which they shall drop; what neighbours have published."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Set
+from typing import Any, TypeVar
+
+from semblend.discover.donor import Eviction
+from semblend.errors import SemBlendError
+from semblend.facade import SemBlend
+from semblend.integration.vllm.orders import Capture, Report
+from semblend.integration.vllm.scheduler.admin import DonorAdmin
+from semblend.integration.vllm.scheduler.records import Record
+from semblend.materialize.donors.directory import GENERATION, Publication, SharedDonors
+from semblend.plan.reuse_plan import ReusePlan
+from semblend.prompt import Namespace, Prompt
+
+ReportFailure = Callable[[str, str, str], None]
+Answer = TypeVar("Answer")
+
+
+class WorkerDonors:
+    """A donor can be found from the moment on that every rank has its KV, until the first rank lets it go.
+
+    ``resets`` looks whether vLLM has emptied its prefix cache; ``admin`` holds what an operator asks for. Donors of the
+    donor directory (``shared``) are found under their keys while they are there.
+    """
+
+    def __init__(self, semblend: SemBlend, report_failure: ReportFailure) -> None:
+        self._semblend, self._report_failure = semblend, report_failure
+        self.epoch = 0  # moves when donors come or go: a decline from before may be wrong by now
+        self._generations = 0
+        self._on_the_way: dict[tuple[str, int], Prompt] = {}  # ordered, not reported yet
+        self._copied_from: dict[tuple[str, int], tuple[int, ...]] = {}  # the blocks of those
+        self._held: dict[str, int] = {}  # donor -> the workers' generation of it
+        self._drops: list[tuple[str, int]] = []
+        self._pinned: set[str] = set()
+        self._pins: list[tuple[str, int, bool]] = []  # for the workers: donor, generation, on or off
+        self.resets: ResetWatch | None = None
+        self.admin: DonorAdmin | None = None
+        self._publications: list[Publication] = []
+        self.shared: SharedDonors | None = None
+        self.publishes_at_once = True
+        if not semblend.config.discovery_only:
+            for donor in semblend.donors():  # a store file brings back donors, not their KV
+                semblend.forget(donor.donor_id, reason="engine")
+        semblend.on_evicted(self._note_evicted)
+
+    def holds(self, donor_id: str) -> bool:
+        return donor_id in self._held
+
+    def list_missing(self, plan: ReusePlan) -> list[str]:
+        return [donor_id for donor_id in plan.donor_ids if donor_id not in self._held]
+
+    def find_generation(self, donor_id: str) -> int:
+        """The workers' generation of a donor; -1, which no worker has, where they do not hold it."""
+        return self._held.get(donor_id, -1)
+
+    def order(self, record: Record, tokens: int, block_tokens: int) -> Capture:
+        """Order the capture of the first ``tokens`` of a request's prompt."""
+        assert record.block_ids is not None, "it was computed in these blocks"
+        prompt, donor_id = record.prompt, record.request_id
+        self._generations += 1
+        kept = prompt if tokens == len(prompt) else Prompt(prompt.token_ids[:tokens], namespace=prompt.namespace)
+        self._on_the_way[donor_id, self._generations] = kept
+        blocks = tuple(record.block_ids[: -(-tokens // block_tokens)])
+        self._copied_from[donor_id, self._generations] = blocks
+        publication = self._publish_at_once(donor_id, self._generations, kept)
+        return Capture(donor_id, self._generations, tokens, blocks, publication, prompt.namespace.tenant)
+
+    def _publish(self, donor_id: str, generation: int, prompt: Prompt) -> Publication | None:
+        """What the workers shall put into the donor directory; None where there is none, or no room in it."""
+        if self.shared is None or self.shared.has_published(donor_id):
+            return None
+        return self._guard(lambda shared: shared.publish(donor_id, generation, prompt))
+
+    def _publish_at_once(self, donor_id: str, generation: int, prompt: Prompt) -> Publication | None:
+        """As `_publish`, before the capture is done: an engine that has no step after this one publishes too.
+
+        Not before the weights are known by name, and not beside others, whose loads may turn out to have failed: then a
+        donor is published when its capture is reported.
+        """
+        named = self.shared is not None and self.shared.knows_weights and self.publishes_at_once
+        return self._publish(donor_id, generation, prompt) if named else None
+
+    def follow(self, engine: Namespace) -> None:
+        """The engine's namespace names its weights now, or names others."""
+        if self.shared is not None:
+            self.shared.follow(engine)
+
+    def look_around(self) -> None:
+        """Take in what neighbours have published, and let go of what they took back; cheap, see `DirectoryWatch`."""
+        changes = self._guard(lambda shared: shared.poll())
+        if changes is None or self.shared is None:
+            return
+        for key in changes.went:
+            if key in self._held:
+                self._semblend.forget(key, reason="engine")
+        for record in changes.came:
+            try:
+                self._semblend.register(record.prompt, record.key, ttl_s=record.count_ttl_s(time.time()))
+            except SemBlendError as error:
+                self.shared.refuse(record.key)
+                self._report_failure("directory", str(error), "")
+                continue
+            self._held[record.key] = GENERATION
+            self.epoch += 1
+
+    def note_used(self, donor_ids: Iterable[str]) -> None:
+        """Donors are about to be loaded."""
+        if self.shared is not None:
+            for donor_id in donor_ids:
+                self.shared.touch(donor_id)
+
+    def note_captured(self, donor_id: str, generation: int) -> None:
+        """Every rank holds its KV: only now can it be found."""
+        prompt = self._on_the_way.pop((donor_id, generation), None)
+        self._copied_from.pop((donor_id, generation), None)
+        if prompt is None:  # reset meanwhile, or made of wrong KV
+            self._drops.append((donor_id, generation))
+            return
+        try:
+            self._semblend.register(prompt, donor_id)
+        except SemBlendError as error:
+            self._drops.append((donor_id, generation))
+            self._report_failure("capture", str(error), donor_id)
+            return
+        self._held[donor_id] = generation
+        self.epoch += 1
+        if (publication := self._publish(donor_id, generation, prompt)) is not None:
+            self._publications.append(publication)
+
+    def note_report(self, report: Report) -> None:
+        """What the workers have captured, could not capture, and lost."""
+        for key in report.not_captured:
+            self.note_not_captured(*key)
+        for key in report.captured:
+            self.note_captured(*key)
+        for key in report.evicted:
+            self.note_lost(*key)
+
+    def note_not_captured(self, donor_id: str, generation: int) -> None:
+        self._on_the_way.pop((donor_id, generation), None)
+        self._copied_from.pop((donor_id, generation), None)
+        if self.shared is not None:
+            self.shared.take_back(donor_id)
+        self._drops.append((donor_id, generation))  # another rank may have it
+
+    def drop_copies_of(self, block_ids: Set[int]) -> None:
+        """Donors on their way that are copied from one of these blocks never arrive."""
+        for key in [key for key, blocks in self._copied_from.items() if not block_ids.isdisjoint(blocks)]:
+            self.note_not_captured(*key)
+
+    def note_lost(self, donor_id: str, generation: int) -> None:
+        """A rank let it go; the others hear of it by the drops."""
+        if self._held.get(donor_id) == generation:
+            self._semblend.forget(donor_id, reason="engine")
+
+    def catch_up(self) -> bool:
+        """Do what an operator has asked for since the last call; whether all donors are void by now."""
+        if self.admin is not None:
+            self.admin.work_off()
+        return self.resets is not None and self.resets.was_reset()
+
+    def act(self, action: str, donor_id: str) -> bool:
+        """Do one of an operator's actions to a donor; False where that changes nothing."""
+        if action == "forget":
+            return self._semblend.forget(donor_id)
+        pins = action == "pin"
+        if pins == (donor_id in self._pinned) or (pins and not self._semblend.pin(donor_id)):
+            return False
+        if pins:
+            self._pinned.add(donor_id)
+        else:
+            self._pinned.discard(donor_id)
+            self._semblend.unpin(donor_id)
+        self._pins.append((donor_id, self.find_generation(donor_id), pins))
+        return True
+
+    def name_anew(self, name: Callable[[Prompt], Prompt]) -> None:
+        """Donors on their way get another namespace."""
+        self._on_the_way = {key: name(prompt) for key, prompt in self._on_the_way.items()}
+
+    def forget_all(self) -> None:
+        self._on_the_way.clear()
+        self._copied_from.clear()
+        self._publications.clear()
+        if self.shared is not None:
+            self.shared.reset(self._semblend.clear)
+        else:
+            self._semblend.clear()
+
+    def close(self) -> None:
+        """Published donors stay."""
+        if self.shared is not None:
+            self.shared.close()
+            self.shared = None
+
+    def take_publications(self) -> list[Publication]:
+        publications, self._publications = self._publications, []
+        return publications
+
+    def take_drops(self) -> list[tuple[str, int]]:
+        drops, self._drops = self._drops, []
+        return drops
+
+    def take_pins(self) -> list[tuple[str, int, bool]]:
+        pins, self._pins = self._pins, []
+        return pins
+
+    def _note_evicted(self, eviction: Eviction) -> None:
+        self._pinned.discard(eviction.donor.donor_id)
+        generation = self._held.pop(eviction.donor.donor_id, None)
+        if self.shared is not None:
+            self.shared.note_eviction(eviction.donor.donor_id, eviction.reason)
+        self.epoch += 1
+        if generation is not None:
+            self._drops.append((eviction.donor.donor_id, generation))
+
+    def _guard(self, ask: Callable[[SharedDonors], Answer]) -> Answer | None:
+        """The border to the donor directory: where it cannot be read or written, the engine goes on without it."""
+        if self.shared is None:
+            return None
+        try:
+            return ask(self.shared)
+        except OSError as error:
+            self._report_failure("directory", f"the donor directory is given up: {error}", "")
+            self.shared = None
+            return None
+
+
+# -- Notices that vLLM has emptied its prefix cache.
+#
+# vLLM tells a connector so only where the caller asks for that (``reset_connector``). A plain ``reset_prefix_cache`` is
+# what people call after new weights too, so donors must go with it. The pool is looked at instead: a reset gives it a
+# new table of hashes, in every version that we know.
+
+
+class ResetWatch:
+    """Looks at vLLM's block pool; a reset that failed, because blocks were in use, changed nothing and is not seen."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        # The table itself, not its id: the id of a table that is gone may be given to its successor.
+        self._table = self._find_table()
+
+    def was_reset(self) -> bool:
+        """Whether the prefix cache was emptied since the last call."""
+        before, self._table = self._table, self._find_table()
+        return self._table is not before
+
+    def _find_table(self) -> Any:
+        return getattr(self._pool, "cached_block_hash_to_block", None)

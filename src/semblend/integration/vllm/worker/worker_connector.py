@@ -1,0 +1,487 @@
+"""Our side in vLLM's worker: it copies donor KV out, and brings it back to other positions.
+
+    load      donor KV into the request's blocks, then what has to be computed, by the stock model, watched by the gate;
+              piece by piece, a part of each step (`load_queue`), before the step's forward pass. A load that is refused
+              or fails is told as invalid blocks, in the step in which it ends: vLLM has computed nothing on them, and
+              prefills the prompt itself
+    capture   after the step's forward pass: exact prompts become donors, in host memory, under a byte budget. On a GPU
+              the copies are queued beside the next steps; a request that ends before its copy has arrived gives its
+              blocks away, and the step that gets them is ordered behind the copy (`before_step`)
+
+Nothing raises: what failed stands in the report and in the log, a load that was ordered is refused, and a capture is
+told as not captured. The one exception is a `RankError`: a failure on one of several tensor-parallel ranks, while all
+of them compute reused KV, has to end the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from semblend.errors import CapacityError, RankError, SemBlendError
+from semblend.integration.vllm.orders import Capture, Load, Orders, Report
+from semblend.integration.vllm.worker.load_queue import LoadQueue, Outcome
+from semblend.materialize.blend.blender import STAGED_BYTES, Blender
+from semblend.materialize.blend.passes import MANY_ROWS, Ranks, measure_pass_rows
+from semblend.materialize.blend.quality import Blended, Pace, Pieces, Placed, QualitySettings, Rejected
+from semblend.materialize.contract import Model, slots_of_blocks
+from semblend.materialize.donors.directory import Publication
+from semblend.materialize.donors.directory_kv import DirectoryKv, Publisher
+from semblend.materialize.donors.memory import Arrival
+from semblend.materialize.donors.tiers import DonorKv
+from semblend.materialize.kv.moves import DonorTensors, Move
+from semblend.materialize.kv.splice import splice
+from semblend.materialize.weights_watch import WeightsWatch
+from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
+from semblend.quality import find_path
+from semblend.session.local import describe_outcome
+from semblend.session.session import LoadResult
+
+log = logging.getLogger("vllm.semblend")
+
+PASSES_OF_A_LOAD = 2
+"""A load costs a pass, and about as much again: a step of the engine around it, and the look at the donor's KV."""
+
+SAY_AGAIN_S = 60.0
+"""A failure of the same kind is logged once in this time, with how often it came; every one of them is reported."""
+
+
+class FailureLog:
+    """Logs failures of the worker without flooding the log, and counts them by where they happened."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.counts: Counter[str] = Counter()
+        self._clock, self._said = clock, dict[tuple[str, str], tuple[float, int]]()
+
+    def note(self, where: str, error: BaseException, request_id: str = "") -> str:
+        """Count it, log it unless the same was logged just now; returns it as one line."""
+        message = (f"{type(error).__name__}: {error}".splitlines() or [type(error).__name__])[0]
+        self.counts[where] += 1
+        key, now = (where, type(error).__name__), self._clock()
+        said_at, count = self._said.get(key, (-SAY_AGAIN_S, 0))
+        if now - said_at < SAY_AGAIN_S:
+            return message
+        self._said[key] = now, self.counts[where]
+        more = f" ({self.counts[where] - count} times since the last line)" if count else ""
+        log.warning("SemBlend: %s failed for %s: %s%s", where, request_id or "a step", message, more, exc_info=error)
+        return message
+
+
+class WorkerConnector:
+    """Loads and captures KV in the cache of ``model``, whose blocks hold ``block_tokens`` tokens; see the module.
+
+    The model's layout is asked for at the first use: vLLM's backend is not ready before. ``warm_up_model`` compiles
+    what a first request would wait for.
+
+    With ``quality.piece_ms`` loads are done in pieces; how long those are, a step's orders say.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        block_tokens: int,
+        quality: QualitySettings,
+        *,
+        host_bytes: int,
+        device_bytes: int = 0,
+        disk_path: str = "",
+        disk_bytes: int = 0,
+        donor_bits: int = 16,
+        directory: DirectoryKv | None = None,
+        eviction: str = "lru",
+        warm_up_model: Callable[[], None] = lambda: None,
+        watch_weights: Callable[[], WeightsWatch] | None = None,
+    ) -> None:
+        self._model, self._block_tokens, self._warm_up_model = model, block_tokens, warm_up_model
+        self._quality = quality
+        self.donor_kv = DonorKv(
+            device_bytes,
+            host_bytes,
+            disk_path or None,
+            budget_disk_bytes=disk_bytes,
+            on_evicted=self._on_evicted,
+            device_type=model.device.type,
+            rope=model.rope,
+            bits=donor_bits,
+            directory=directory,
+            eviction=eviction,
+        )
+        self._publisher = Publisher(self.donor_kv)
+        self._evicted: deque[tuple[str, int]] = deque()  # also by the publisher's thread
+        if directory is not None:
+            directory.verify_ahead()
+        self.donor_kv.reserve(model.device)
+        self._reading: dict[str, Arrival] = {}
+        self._blenders: dict[str, Blender] = {}
+        self._pace = Pace(quality.piece_ms)
+        self._loads = LoadQueue(
+            self._begin, self._pace, agree=Ranks(model).mean, wait=self._wait_for_device, tell=self._note_failure
+        )
+        self._finished: set[str] = set()
+        self._watch_weights, self._ranks = watch_weights, Ranks(model)
+        self._weights: WeightsWatch | None = None
+        self._has_named = False
+        self._pinned: dict[str, DonorTensors] = {}
+        self._report = Report()
+        self._invalid: set[int] = set()
+        self.failures = FailureLog()
+
+    def warm_up(self) -> None:
+        """Everything that a first request would wait for. Only on a GPU; a failure leaves it to that request.
+
+        The first block of vLLM's pool is nobody's: its slots may be written.
+        """
+        if self._model.device.type != "cuda":
+            return
+        try:
+            # Taken once and left with the allocator: what donors in host memory are brought through, piece by piece.
+            torch.empty(STAGED_BYTES, dtype=torch.uint8, device=self._model.device)
+            self._warm_up_model()
+            self.donor_kv.capture("", 0, self._model.layout, torch.tensor([0]))
+            donor = self.donor_kv.acquire("", 0)
+            if donor is not None:
+                there = torch.zeros(1, dtype=torch.int64, device=self._model.device)
+                splice([Move(donor, 0, 1, there, shift=1)], self._model.layout, self._model.rope)
+                self.donor_kv.release(donor)
+            self.donor_kv.drop("")
+            nobodys = torch.zeros(min(MANY_ROWS["cuda"], self._quality.chunk_tokens), dtype=torch.int64)
+            self._report.pass_rows = PASSES_OF_A_LOAD * measure_pass_rows(self._model, nobodys.to(self._model.device))
+        except Exception as error:
+            self._ranks.raise_if_several(error)  # the others are in a pass that this one has left
+            log.warning("SemBlend was not warmed up: %s", error, exc_info=True)
+
+    def before_step(self, orders: Orders) -> None:
+        """Before anything of a step is computed: blocks that have a new owner may still be read by a capture."""
+        freed, orders.freed = orders.freed, []
+        for request_id in freed:
+            with self._guard("wait for a capture", request_id):
+                if (arrival := self._reading.pop(request_id, None)) is not None:
+                    arrival.wait()
+        if self._reading:
+            with self._guard("look at captures"):
+                self._reading = {name: arrival for name, arrival in self._reading.items() if not arrival.query()}
+
+    def load(self, orders: Orders) -> None:
+        """Before the step's forward pass: the step's share of all loads under way. In the end each has a verdict."""
+        try:
+            self._load(orders)
+        except Exception as error:
+            self._ranks.raise_if_several(error)
+            self._note_failure("load", error)
+            why = Decline(DeclineReason.ERROR, f"{type(error).__name__}: {error}")
+            loads, orders.loads = orders.loads, []
+            for load in (*self._loads.abandon(), *loads):
+                self._finish(load, why)
+
+    def _load(self, orders: Orders) -> None:
+        self._name_weights_if_possible()
+        with self._guard("donors"):
+            self._keep_donors(orders)
+        cancels, orders.cancels = orders.cancels, []
+        for request_id in cancels:
+            with self._guard("cancel", request_id):
+                if self._loads.cancel(request_id):
+                    self._finished.add(request_id)  # vLLM keeps its blocks until it hears this
+        for load in orders.loads:
+            self._loads.add(load)
+        orders.loads = []
+        for load, outcome in self._work_and_look(orders.work_ms):
+            self._finish(load, outcome)
+
+    def capture(self, orders: Orders) -> None:
+        """After the step's forward pass."""
+        captures, orders.captures = orders.captures, []
+        publications, orders.publications = orders.publications, []
+        served, orders.served = orders.served, []
+        self._report.served.extend(served)
+        for order in captures:
+            key = (order.donor_id, order.generation)
+            try:
+                self._capture(order)
+                self._report.captured.add(key)
+            except CapacityError as error:  # budgets and back-pressure at work
+                self._report.not_captured.add(key)
+                log.debug("SemBlend does not keep %s as a donor: %s", order.donor_id, error)
+                continue
+            except RankError:
+                raise
+            except Exception as error:  # a donor less; the answer goes on
+                self._report.not_captured.add(key)
+                self._note_failure("capture", error, order.donor_id)
+                continue
+            if order.publication is not None:
+                publications.append(order.publication)
+        for publication in publications:
+            with self._guard("publish", publication.donor_id):
+                self._publish(publication)
+        if captures:
+            with self._guard("count donors"):
+                self._report.donor_bytes = dict(self.donor_kv.used_bytes)
+
+    def take_report(self) -> Report | None:
+        """What happened since the last call; None where nothing did."""
+        while self._evicted:
+            self._report.evicted.add(self._evicted.popleft())
+        if not self._report:
+            return None
+        report, self._report = self._report, Report()
+        return report
+
+    def take_finished(self) -> set[str]:
+        """Requests whose load is over, well or not: vLLM schedules them now, or frees their blocks if they ended."""
+        finished, self._finished = self._finished, set()
+        return finished
+
+    def take_invalid_blocks(self) -> set[int]:
+        """Blocks of loads that were refused: vLLM computes them."""
+        invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    def close(self) -> None:
+        with self._guard("close the publisher"):
+            self._publisher.close()
+        with self._guard("close the donors"):
+            self.donor_kv.close()
+
+    # -- parts -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _guard(self, where: str, request_id: str = "") -> Iterator[None]:
+        """The border to vLLM: what fails in here is told and costs reuse, and the step goes on."""
+        try:
+            yield
+        except RankError:
+            raise
+        except Exception as error:
+            self._note_failure(where, error, request_id)
+
+    def _finish(self, load: Load, outcome: Outcome) -> None:
+        """Tell the verdict on a load. Whatever fails here, vLLM hears that it is over and computes its blocks."""
+        self._finished.add(load.request_id)
+        try:
+            result = describe_outcome(outcome)
+        except Exception as error:
+            outcome = Decline(DeclineReason.ERROR, self.failures.note("verdict", error))
+            result = LoadResult.refuse(outcome)
+        if not isinstance(outcome, Blended):  # the blocks from the first on that is not exact are vLLM's to compute
+            exact_until = outcome.exact_until if isinstance(outcome, Rejected) else load.exact_tokens
+            self._invalid |= find_invalid_blocks(load, exact_until, self._block_tokens)
+        self._report.loaded[load.request_id] = result
+
+    def _keep_donors(self, orders: Orders) -> None:
+        """Let go of donors that are forgotten; hold those that an operator has pinned."""
+        drops, orders.drops = orders.drops, []
+        pins, orders.pins = orders.pins, []
+        for donor_id, generation in drops:
+            with self._guard("drop", donor_id):
+                if self.donor_kv.holds(donor_id, generation):
+                    self._unpin(donor_id)
+                    self.donor_kv.drop(donor_id)
+        for donor_id, generation, on in pins:
+            with self._guard("pin", donor_id):
+                self._unpin(donor_id)
+                if on and (held := self.donor_kv.acquire(donor_id, generation)) is not None:
+                    self._pinned[donor_id] = held
+
+    def _unpin(self, donor_id: str) -> None:
+        if (held := self._pinned.pop(donor_id, None)) is not None:
+            self.donor_kv.release(held)
+
+    def _work_and_look(self, budget_ms: float | None) -> list[tuple[Load, Outcome]]:
+        """What was finished in this step; nothing of it counts where the model has other weights than before.
+
+        The weights are looked at when a load has ended, behind the wait for its verdict: the look is no wait of its own
+        then, and one is enough, because no token is computed on a load before its end.
+        """
+        under_way = len(self._loads)
+        ended = self._work(budget_ms)
+        if self._watch_weights is None or not under_way:
+            return ended
+        changed = bool(ended) and self._have_weights_changed()
+        if not self._ranks.mean(float(changed)):  # one rank may see what another does not
+            return ended
+        log.warning("SemBlend: the model has new weights; the donors of the old ones are dropped")
+        self._drop_old_weights()
+        why = Decline(DeclineReason.STALE, "the weights of the model have changed")
+        return [(load, why) for load in (*(load for load, _ in ended), *self._loads.abandon())]
+
+    def _drop_old_weights(self) -> None:
+        for donor_id in list(self._pinned):
+            with self._guard("drop", donor_id):
+                self._unpin(donor_id)
+        with self._guard("drop"):
+            self.donor_kv.drop_all()
+        with self._guard("weights"):
+            if self._weights is not None:
+                self._report.weights = self._weights.digest
+                self.donor_kv.name_weights(self._weights.digest)
+
+    def _have_weights_changed(self) -> bool:
+        """Whoever cannot look has to take them for others."""
+        try:
+            return self._weights is None or self._weights.have_changed()
+        except Exception as error:
+            self._note_failure("weights", error)
+            return True
+
+    def _publish(self, publication: Publication) -> None:
+        """Hand a donor to the publisher, with a look at the weights that is over by the time that it writes.
+
+        A donor that was computed with new weights, which nobody has noticed yet, must not go out under the old name.
+        """
+        changed = self._weights.begin_look() if self._weights is not None else None
+        self._publisher.submit(publication, (lambda: not changed()) if changed is not None else (lambda: True))
+
+    def _get_blender(self, mode: str) -> Blender:
+        """In mode fast only vLLM needs the end of the prompt; the gate of mode balanced looks at it, at any number."""
+        mode = find_path(mode)
+        if mode not in self._blenders:
+            quality = replace(self._quality, question_tokens=1) if mode == "fast" else self._quality
+            self._blenders[mode] = Blender(self._model, self.donor_kv, quality, self._pace)
+        return self._blenders[mode]
+
+    def _work(self, budget_ms: float | None) -> list[tuple[Load, Outcome]]:
+        """What was finished in this step; whatever goes wrong, no request waits for its load forever."""
+        try:
+            return self._loads.work(budget_ms)
+        except Exception as error:
+            self._ranks.raise_if_several(error)
+            self._note_failure("materialize", error)
+            why = Decline(DeclineReason.ERROR, f"{type(error).__name__}: {error}")
+            return [(load, why) for load in self._loads.abandon()]
+
+    def _begin(self, load: Load) -> Pieces[Outcome]:
+        if not load.spans:
+            return Decline(DeclineReason.ERROR, "the load could not be ordered")
+        try:
+            blender, placed = self._get_blender(load.mode), self._place(load)
+        except Exception as error:  # the other ranks are about to begin together
+            self._ranks.raise_if_several(error)
+            raise
+        return (yield from blender.prepare_in_pieces(*placed, mode=load.mode))
+
+    def _place(self, load: Load) -> tuple[Placed, ReusePlan]:
+        context = slots_of_blocks(load.block_ids, self._block_tokens, load.plan_tokens, self._model.device)
+        # Widened by numpy: torch wakes all its threads for so many numbers, which takes milliseconds.
+        tokens = torch.from_numpy(np.array(load.tokens, dtype=np.int64))
+        return Placed(tokens, context), ReusePlan(load.spans, load.plan_tokens, load.exact_tokens)
+
+    def _wait_for_device(self) -> None:
+        if self._model.device.type == "cuda":
+            torch.cuda.current_stream(self._model.device).synchronize()
+
+    def tell_weights(self) -> str:
+        """The digest of the weights, for the scheduler before the first request; empty where nobody can look."""
+        if self._weights is None and self._watch_weights is not None:
+            self._weights = self._watch_weights()
+            self.donor_kv.name_weights(self._weights.digest)
+        return self._weights.digest if self._weights is not None else ""
+
+    def _name_weights_if_possible(self) -> None:
+        """Whoever cannot look at the weights makes no donors: `_capture` looks again, and tells."""
+        try:
+            self._name_weights()
+        except RankError:
+            raise
+        except Exception as error:
+            log.debug("SemBlend cannot look at the weights: %s", error)
+
+    def _name_weights(self) -> None:
+        """Look at the weights before the first step: they may be written after the engine was made.
+
+        Told before and others now: the donors that a first request has found are of other weights, and are refused.
+        Ranks agree, so that all of them look again where one could not.
+        """
+        if self._has_named or self._watch_weights is None:
+            return
+        told, changed = self._weights is not None, False
+        problem: Exception | None = None
+        try:
+            self.tell_weights()
+            changed = not told or self._have_weights_changed()
+        except Exception as error:
+            problem = error
+        failed = self._ranks.mean(float(problem is not None))
+        changed = bool(self._ranks.mean(float(changed)))
+        if problem is not None:
+            raise problem
+        if failed or self._weights is None:
+            raise SemBlendError("another rank cannot look at its weights", hint="its log says why")
+        self._has_named = True
+        if changed:
+            self._report.weights = self._weights.digest
+            self.donor_kv.name_weights(self._weights.digest)
+
+    def _capture(self, order: Capture) -> None:
+        self._name_weights()
+        slots = slots_of_blocks(order.block_ids, self._block_tokens, order.tokens)  # to a GPU without waiting for it
+        handle = self.donor_kv.capture(
+            order.donor_id, order.generation, self._model.layout, slots, slots_stay=True, tenant=order.tenant
+        )
+        if handle.arrives is not None:
+            self._reading[order.donor_id] = handle.arrives
+
+    def _on_evicted(self, donor_id: str, generation: int, reason: str) -> None:
+        log.debug("donor %s left the worker: %s", donor_id, reason)
+        self._evicted.append((donor_id, generation))
+
+    def _note_failure(self, where: str, error: BaseException, request_id: str = "") -> None:
+        self._report.errors.append((where, self.failures.note(where, error, request_id), request_id))
+
+
+class RefusingConnector:
+    """In place of a `WorkerConnector` where none could be made: a load is refused and no donor is kept.
+
+    Of several ranks either all have a `WorkerConnector` or none, or one would wait for the others in its first load.
+    """
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens, self._report = block_tokens, Report()
+        self._finished: set[str] = set()
+        self._invalid: set[int] = set()
+
+    def before_step(self, orders: Orders) -> None:
+        """No capture is under way."""
+
+    def load(self, orders: Orders) -> None:
+        loads, orders.loads = orders.loads, []
+        for load in loads:
+            self._finished.add(load.request_id)
+            self._invalid |= find_invalid_blocks(load, load.exact_tokens, self._block_tokens)
+            why = Decline(DeclineReason.ERROR, "this engine's worker has no part of SemBlend")
+            self._report.loaded[load.request_id] = LoadResult.refuse(why)
+
+    def capture(self, orders: Orders) -> None:
+        self._report.not_captured.update((order.donor_id, order.generation) for order in orders.captures)
+        self._report.served.extend(orders.served)
+        orders.captures, orders.served, orders.publications = [], [], []
+
+    def tell_weights(self) -> str:
+        return ""
+
+    def take_report(self) -> Report | None:
+        report, self._report = self._report, Report()
+        return report or None
+
+    def take_finished(self) -> set[str]:
+        finished, self._finished = self._finished, set()
+        return finished
+
+    def take_invalid_blocks(self) -> set[int]:
+        invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    def close(self) -> None:
+        """There is nothing to let go."""
+
+
+def find_invalid_blocks(load: Load, exact_until: int, block_tokens: int) -> set[int]:
+    """The blocks of a load's claim from the first on that is not exact: vLLM computes them."""
+    return set(load.block_ids[exact_until // block_tokens : -(-load.claim_end // block_tokens)])

@@ -1,0 +1,333 @@
+"""What every engine decides about a request in the same way.
+
+An adapter calls, for each request:
+
+    offer        how many tokens behind the exact hit shall we provide? Asked again as long as the request waits
+    begin_load   it has room for them: the donors are claimed, or the request runs cold
+    finish_load  what became of that
+    answer       its prompt is complete: how much of it is to be kept as a donor
+    confirm      the receipt, once its first token is out
+    restart      the engine took its KV back
+    end          it was answered, or aborted: no claim of it is left
+
+Nothing in here moves KV.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from semblend.config import SemBlendConfig
+from semblend.confirm import events
+from semblend.confirm.receipt import Receipt, RequestFacts, build_receipt
+from semblend.errors import SemBlendError
+from semblend.facade import SemBlend
+from semblend.materialize.blend.passes import first_rows, two_passes_cost_more
+from semblend.materialize.blend.quality import QualitySettings
+from semblend.materialize.gate.gate import OutcomeMemory
+from semblend.plan.cost import explain_lost_donor, keep_paying_spans
+from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
+from semblend.quality import choose_quality
+from semblend.session.session import NEVER, LoadResult, ReuseSession, SessionRequest, State
+
+log = logging.getLogger("semblend.session")
+
+SHORT_TAIL = 128
+"""Tokens behind the last span that we compute in mode fast too: a pass of ours runs in any case, and what is left to
+the engine is then as quick as decoding. Tails of 32 were measured."""
+
+MAX_BEGINNINGS = 3
+"""How often a load may begin that loses its slots or its prefix to other requests; then the engine computes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTraits:
+    """What of an engine matters to a decision; ``name`` and ``version`` stand in receipts.
+
+    ``page_tokens``: claims are made in whole pages behind the exact tokens. ``samples``: the first token is sampled
+    from our logits, so a claim covers the whole prompt; other engines compute the last token themselves.
+    ``computes_gaps``: in mode fast the engine computes what lies between spans, at its own price. ``keeps_donors``:
+    requests become donors, where ``donor_min_new_tokens`` of them are new.
+    """
+
+    name: str
+    version: str
+    page_tokens: int = 1
+    samples: bool = False
+    computes_gaps: bool = False
+    keeps_donors: bool = True
+    donor_min_new_tokens: int = 32
+
+
+class HeldDonors(Protocol):
+    """The donors whose KV an engine has. ``epoch`` moves when they come or go: an older decision may be wrong."""
+
+    @property
+    def epoch(self) -> int: ...
+    def look_around(self) -> None:
+        """Take in what neighbours have published."""
+
+    def list_missing(self, plan: ReusePlan) -> list[str]:
+        """Donors of a plan whose KV is not there."""
+        ...
+
+
+class Sessions:
+    """See the module. ``config`` says what a request without a word of its own gets; ``quality`` what passes cost."""
+
+    def __init__(
+        self,
+        semblend: SemBlend,
+        traits: EngineTraits,
+        donors: HeldDonors,
+        *,
+        config: SemBlendConfig | None = None,
+        quality: QualitySettings | None = None,
+        outcomes: OutcomeMemory | None = None,
+    ) -> None:
+        self.semblend, self.traits, self.donors = semblend, traits, donors
+        self.config = semblend.config if config is None else config
+        self.quality = QualitySettings() if quality is None else quality
+        self.outcomes = OutcomeMemory() if outcomes is None else outcomes
+
+    def make(self, request: SessionRequest) -> ReuseSession:
+        return ReuseSession(request, self.choose_mode(request))
+
+    def choose_mode(self, request: SessionRequest) -> str:
+        """The quality of a request: its own, its tenant's, or the engine's."""
+        tenants = self.config.find_tenant_quality(request.prompt.namespace.tenant)
+        return choose_quality(request.quality, tenants, self.config.quality)
+
+    # -- a request that waits ----------------------------------------------------------------------------------------
+
+    def offer(self, session: ReuseSession, exact_tokens: int) -> int:
+        """Tokens behind the ``exact_tokens`` of the engine that we shall provide; 0 for none."""
+        if not session.is_open:
+            return 0
+        self.donors.look_around()
+        if session.epoch == self.donors.epoch and session.exact_tokens == exact_tokens:
+            return session.offered_tokens
+        session.withdraw()
+        if session.begun:
+            self.semblend.release(session.request_id)
+        session.exact_tokens = exact_tokens
+        if exact_tokens >= len(session.prompt) - (0 if self.traits.samples else 1):
+            return 0
+        session.epoch = self.donors.epoch
+        decision = session.decision = self._decide(session)
+        if isinstance(decision, ReusePlan) and (end := self.find_claim_end(session, decision)) > exact_tokens:
+            session.offer(decision, end)
+        return session.offered_tokens
+
+    def stand_back(self, session: ReuseSession, exact_tokens: int, why: str | None) -> None:
+        """The engine computes what lies behind its ``exact_tokens``; nothing is offered until it asks again."""
+        if session.state in (State.LOADING, State.FILLED):
+            session.restart()
+        elif session.is_open:
+            session.withdraw()
+        session.exact_tokens, session.epoch = exact_tokens, NEVER
+        session.decision = None if why is None else Decline(DeclineReason.UNSUPPORTED_MODE, why)
+
+    def explain_no_reuse(self, session: ReuseSession) -> str | None:
+        """Why a request like this is computed without donors; None where it need not be."""
+        if session.restarted or session.request.answered:
+            return session.request.declined or "the request was preempted and goes on with the tokens it has said"
+        return session.request.declined or None
+
+    def opts_out(self, session: ReuseSession) -> bool:
+        return session.request.opt_out or session.mode == "exact"
+
+    def _decide(self, session: ReuseSession) -> ReusePlan | Decline:
+        if why := self.explain_no_reuse(session):
+            return Decline(DeclineReason.UNSUPPORTED_MODE, why)
+        started = time.perf_counter()
+        decision = self.semblend.lookup(
+            session.prompt,
+            request_id=session.request_id,
+            exact_tokens=session.exact_tokens,
+            opt_out=self.opts_out(session),
+        )
+        if isinstance(decision, ReusePlan):
+            decision = self.judge(session, decision)
+        session.lookup_ms = (time.perf_counter() - started) * 1e3
+        return decision
+
+    def judge(self, session: ReuseSession, plan: ReusePlan) -> ReusePlan | Decline:
+        """The plan, or as much of it as saves most; a decline where it would cost more than it saves."""
+        if not plan.until(self.find_claim_end(session, plan)).spans:
+            end = "what donors hold is the end of the prompt, which the engine computes itself"
+            return Decline(DeclineReason.BELOW_BREAK_EVEN, end)
+        if not session.is_gated and not self.traits.computes_gaps:
+            kept = keep_paying_spans(plan, self.quality.pass_rows)
+            if isinstance(kept, Decline):
+                return kept
+            plan = kept
+        if self.traits.keeps_donors and (lost := explain_lost_donor(plan)):
+            return Decline(DeclineReason.BELOW_BREAK_EVEN, lost)
+        if not session.is_gated:
+            return plan
+        first = first_rows(plan.prompt_tokens, plan.exact_tokens, plan.spans, self.quality)
+        cold = plan.prompt_tokens - plan.exact_tokens
+        if why := two_passes_cost_more(first, plan.spans, cold, self.quality):
+            return Decline(DeclineReason.BELOW_BREAK_EVEN, why)
+        if not session.judged:
+            session.judged = True
+            session.predicted_loss = self.outcomes.decline_in_vain(plan, session.prompt.namespace, session.mode)
+        return session.predicted_loss or plan
+
+    def find_claim_end(self, session: ReuseSession, plan: ReusePlan) -> int:
+        """Where the claim ends, in whole pages behind the exact tokens.
+
+        The gate has to see what the question does, so with it we compute what is behind the last span.
+        """
+        if self.traits.samples:
+            return len(session.prompt)
+        last, held = len(session.prompt) - 1, plan.spans[-1].target_end
+        end = last if session.is_gated or last - held <= SHORT_TAIL else held
+        if session.request.longest_prefix is not None:
+            end = min(end, session.request.longest_prefix)
+        behind = max(0, end - session.exact_tokens)
+        return session.exact_tokens + behind // self.traits.page_tokens * self.traits.page_tokens
+
+    def count_plan_tokens(self, session: ReuseSession) -> int:
+        """Tokens that a load works on: the gate wants the distribution behind the prompt's last one too."""
+        return len(session.prompt) if session.is_gated else session.claim_end
+
+    # -- a load ------------------------------------------------------------------------------------------------------
+
+    def begin_load(self, session: ReuseSession) -> ReusePlan | Decline:
+        """Claim the donors of what was offered, until the receipt; where that fails the request runs cold."""
+        plan = session.decision
+        assert isinstance(plan, ReusePlan), "only what was offered can be loaded"
+        session.begun += 1
+        claimed: ReusePlan | Decline
+        if session.begun > MAX_BEGINNINGS:
+            claimed = Decline(DeclineReason.CAPACITY, f"its load was stopped {MAX_BEGINNINGS} times")
+        else:
+            claimed = self.semblend.claim(plan, session.request_id)
+        if isinstance(claimed, ReusePlan) and (missing := self.donors.list_missing(plan)):
+            self.semblend.release(session.request_id)
+            for donor_id in missing:  # known to the library and not there: as after a restart with a store file
+                self.semblend.forget(donor_id, reason="engine")
+            claimed = Decline(DeclineReason.STALE, f"the KV of donor {missing[0]} is not there")
+        if isinstance(claimed, Decline):
+            session.run_cold(claimed)
+            return claimed
+        session.begin_load(plan.until(self.count_plan_tokens(session)))
+        assert session.plan is not None
+        return session.plan
+
+    def stop_load(self, session: ReuseSession) -> None:
+        """A load was given up and may begin again; its donors may go meanwhile."""
+        session.stop_load()
+        self.semblend.release(session.request_id)
+
+    def finish_load(self, session: ReuseSession, result: LoadResult) -> None:
+        """A load is over. A donor whose KV is not what its tokens ask for goes."""
+        if not result.failed:
+            session.fill(result)
+        else:
+            session.run_cold(result.declined or Decline(DeclineReason.ERROR, "its load failed"), result)
+        if result.exact_until is None:  # there is nothing of a donor in it
+            self.semblend.release(session.request_id)
+        if result.reason is DeclineReason.VALIDATION_FAILED and session.plan is not None:
+            for donor_id in result.faulty_donors or session.plan.donor_ids:
+                self.semblend.forget(donor_id, reason="engine")
+        elif result.reason is DeclineReason.ERROR:
+            self.report_failure("materialize", result.detail, session.request_id)
+
+    def run_cold(self, session: ReuseSession, why: Decline) -> None:
+        """The engine computes it, and its donors are free."""
+        self.semblend.release(session.request_id)
+        if session.state is not State.COLD:
+            session.run_cold(why)
+
+    # -- a request that runs -----------------------------------------------------------------------------------------
+
+    def answer(self, session: ReuseSession) -> int:
+        """Its prompt is complete: tokens of it that are to be kept as a donor, 0 for none."""
+        if session.state is State.OFFERED:
+            session.withdraw()
+        session.answer()
+        return self.count_donor_tokens(session)
+
+    def count_donor_tokens(self, session: ReuseSession, tokens: int | None = None) -> int:
+        """Tokens from the beginning of a request that are exact, if enough of them are new; 0 for no donor.
+
+        ``tokens``: how many the engine holds of it, where that is more than the prompt: an answer, after it.
+        """
+        request, whole = session.request, len(session.prompt) if tokens is None else tokens
+        wanted = self.traits.keeps_donors and self.config.enabled and not request.opt_out
+        if not wanted or request.declined or request.answered:
+            return 0
+        exact = whole if session.exact_end is None else min(session.exact_end, len(session.prompt))
+        if session.exact_end is not None and session.plan is not None:
+            exact = min(exact, session.plan.spans[0].target_start)  # the computed head of a span is in its donor
+        return (
+            exact if exact - max(session.exact_tokens, session.kept_tokens) >= self.traits.donor_min_new_tokens else 0
+        )
+
+    def confirm(
+        self, session: ReuseSession, *, ttft_ms: float | None = None, compute_ms: float | None = None
+    ) -> Receipt | None:
+        """The receipt, written once, when the first token is out; only it counts as reuse."""
+        if session.receipt is not None or session.request.answered:
+            return None
+        result, declined = session.result, session.cold
+        work = None if result is None or result.failed else result
+        if result is not None:
+            declined = result.declined or declined
+        if work is not None and work.compute_ms is None:
+            work = replace(work, compute_ms=compute_ms)
+        facts = RequestFacts(
+            request_id=session.request_id,
+            engine=self.traits.name,
+            engine_version=self.traits.version,
+            namespace=session.prompt.namespace,
+            mode=session.mode,
+            prompt_tokens=len(session.prompt),
+            exact_tokens=session.exact_tokens,
+            decision=session.plan or session.decision,
+            lookup_ms=session.lookup_ms,
+            compute_ms=compute_ms,
+            ttft_ms=ttft_ms,
+        )
+        session.receipt = build_receipt(facts, work or _strip(result), declined)
+        if session.is_gated and session.plan is not None and result is not None and not session.shares:
+            self.outcomes.learn(
+                session.plan, session.prompt.namespace, session.mode, work=result.work, declined=result.reason
+            )
+        self.record(session.receipt)
+        return session.receipt
+
+    def record(self, receipt: Receipt) -> None:
+        """Hand a receipt to the library; one that it refuses costs no answer."""
+        try:
+            self.semblend.confirm(receipt)
+        except SemBlendError as error:  # such as a request id that was used before
+            self.semblend.release(receipt.request_id)
+            self.report_failure("confirm", str(error), receipt.request_id)
+
+    def restart(self, session: ReuseSession) -> None:
+        """The engine took its KV back: the claim goes, and it begins again."""
+        self.semblend.release(session.request_id)
+        session.restart()
+
+    def end(self, session: ReuseSession) -> None:
+        """The request is gone, and so is its claim."""
+        self.semblend.release(session.request_id)
+        if session.state is not State.ENDED:
+            session.end()
+
+    def report_failure(self, where: str, message: str, request_id: str = "") -> None:
+        """Something of ours failed; the request is computed cold or was already."""
+        if self.semblend.events:
+            self.semblend.events.emit(events.error(where, message, request_id or None, engine=self.traits.name))
+
+
+def _strip(result: LoadResult | None) -> LoadResult | None:
+    """A load that failed counts no tokens; what the gate has seen and what it took still stands in the receipt."""
+    return None if result is None else replace(result, reused_tokens=0, recomputed_tokens=0)

@@ -181,7 +181,8 @@ def build_made_up_trace(name: str, requests: int, seed: int) -> Any:
 
 def measure_bounds(report: reporting.Report, forest: Any) -> None:
     """Measure hit rates for capacities in tokens beside their upper bound."""
-    from semantickv.analysis.mrc import compute_upper_bound
+    from lib.upper_bound import compute_upper_bound
+
     from semantickv.simulator.capacity import Capacity
     from semantickv.simulator.simulate import simulate
 

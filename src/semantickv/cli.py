@@ -18,7 +18,7 @@ COMMANDS = {
     "advise": "simulate",
     "policies": "simulate",
     "check": "simulate",
-    "collect": "traces",
+    "collect": "collect",
     "workload": "traces",
     "segment": "traces",
     "proxy": "proxy",

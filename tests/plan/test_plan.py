@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semblend import Decline, DeclineReason, InputError, ReusePlan, Span
+from semblend import Decline, DeclineReason, ReusePlan, Span
 from semblend.plan.cost import CostModel
-from semblend.plan.layers import LayerSchedule
-from semblend.plan.selection import list_reused_positions, select_seams, select_share
+from semblend.plan.selection import count_leading_layers, list_reused_positions, select_largest, select_seams
 
 
 def test_a_plan_adds_up():
@@ -41,24 +39,12 @@ def test_spans_that_do_not_pay_are_left_out():
     assert cost.keep_worthwhile(spans) == spans[1:]
 
 
-def test_layers_are_counted_once_and_in_order():
-    for wrong in ((1, 1), (2, 1), (-1,), (4,)):
-        with pytest.raises(InputError):
-            LayerSchedule(4, wrong)
-
-
 @given(st.integers(1, 80), st.floats(0, 1))
-def test_a_bathtub_recomputes_the_ends_and_keeps_the_middle(layers, share):
-    schedule = LayerSchedule.bathtub(layers, share)
-    assert len(schedule.recompute) == round(share * layers)
-    assert sorted(schedule.recompute + schedule.reuse) == list(range(layers))
-    kept = schedule.reuse
-    assert kept == tuple(range(kept[0], kept[-1] + 1)) if kept else True
-
-
-def test_a_profile_needs_finite_numbers():
-    with pytest.raises(InputError):
-        LayerSchedule.from_profile([float("nan"), 1.0], 0.5)
+def test_a_larger_share_of_layers_never_leads_less_deep(layers, share):
+    found = count_leading_layers(layers, share)
+    assert 0 <= found <= round(share * layers)
+    assert found <= count_leading_layers(layers, min(1.0, share + 0.1))
+    assert count_leading_layers(layers, 1.0) == layers
 
 
 def test_a_span_that_goes_on_where_the_last_ended_has_no_seam():
@@ -70,7 +56,7 @@ def test_a_span_that_goes_on_where_the_last_ended_has_no_seam():
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=50), st.floats(0, 1))
 def test_the_highest_scores_are_chosen(scores, share):
     positions = np.arange(100, 100 + len(scores))
-    chosen = select_share(positions, np.array(scores), share)
+    chosen = select_largest(positions, np.array(scores), round(share * len(scores)))
     assert len(chosen) == round(share * len(scores))
     left = np.setdiff1d(positions, chosen)
     if len(chosen) and len(left):

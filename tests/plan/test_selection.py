@@ -12,9 +12,6 @@ from semblend.plan.selection import (
     SELECTIONS,
     Scores,
     keep_in_order,
-    select_attended,
-    select_attended_and_deviating,
-    select_by_deviation,
     select_largest,
 )
 from semblend.span import Span
@@ -56,9 +53,8 @@ def test_a_larger_share_keeps_what_a_smaller_one_chose(reused, seed, less, more)
 def test_attention_says_what_matters_deviation_what_changed_and_the_product_both():
     reused = np.array([10, 11, 12])
     scores = Scores(reused, np.array([0.9, 0.5, 0.0]), np.array([0.0, 0.5, 0.9]), share=1 / 3)
-    assert [
-        rule(scores).tolist() for rule in (select_attended, select_by_deviation, select_attended_and_deviating)
-    ] == [[10], [12], [11]]
+    rules = ("attended", "cacheblend", "attended_and_deviating")
+    assert [SELECTIONS[name](scores).tolist() for name in rules] == [[10], [12], [11]]
 
 
 def test_scores_that_do_not_fit_together_are_refused():

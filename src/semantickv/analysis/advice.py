@@ -1,4 +1,12 @@
-"""The advice for one trace as a value: curves, the chosen policy and size, what it saves, and how sure that is."""
+"""The advice for one trace as a value: curves, the chosen policy and size, what it saves, and how sure that is.
+
+Memory that the GPU has costs nothing: the engine takes it without a flag, and advising less would only lose hits. So a
+size is chosen only beyond it, and only where the hits that it adds are worth its price (`SizeRule`). How sure that is
+comes from a bootstrap: the sessions of the trace are drawn again and again (`resample`). `ENGINES` holds what engines
+can be told, as of vLLM 0.32, SGLang 0.5.23, LMCache 0.5.6 and this project's own engine. Policies that an engine has
+and the simulator does not know (SGLang: priority; LMCache: MRU) are not there, nor are those that nobody has compared
+with the engine's.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +23,8 @@ from semantickv.simulator.simulate import SimulationResult
 from semantickv.traces.trace import Trace
 from semblend.errors import InputError
 from semblend.prices import Gpu, MemoryTier, PrefillRate, PriceBook
+
+# -- intervals ------------------------------------------------------------------------------------------------------
 
 DRAWS = 400
 MIN_UNITS = 10
@@ -82,6 +92,8 @@ def find_interval(values: npt.NDArray[np.float64]) -> Interval:
     low, high = np.percentile(values, [2.5, 97.5])
     return Interval(float(low), float(high))
 
+
+# -- what engines can be told ---------------------------------------------------------------------------------------
 
 GIB = 2**30
 
@@ -169,6 +181,8 @@ def list_engines_with(policy: str) -> tuple[str, ...]:
     """
     return tuple(name for name, engine in ENGINES.items() if policy in engine.policies)
 
+
+# -- how much memory ------------------------------------------------------------------------------------------------
 
 DEFAULT_GPU = "h200"
 NOISE = 0.005
@@ -349,6 +363,8 @@ def find_paying_size(left: Sequence[float]) -> int | None:
     best = int(np.argmax(left))
     return best if left[best] > 0 else None
 
+
+# -- the advice -----------------------------------------------------------------------------------------------------
 
 MUCH = 0.05
 """Of the prompt tokens: so much more is worth a headline before its size is known."""

@@ -2,6 +2,11 @@
 
 This is the source text's model, kept because it is easy to reason about. It knows no queue, no batch and no quadratic
 attention. Every number made with it is an estimate and is labelled simulated.
+
+`calibrate` fits the line to observed requests. Serving times have a long tail on one side (a queue, a preemption), so
+least squares is pulled upwards. The fit starts from the median of pairwise slopes (Theil-Sen) and is refined with
+Huber's weights; the intervals come from a bootstrap of the requests. A negative base or slope has no meaning: both are
+kept at or above zero.
 """
 
 from __future__ import annotations

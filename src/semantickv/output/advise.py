@@ -1,4 +1,4 @@
-"""The advice in sentences, each made from the numbers of an `Advice` and nothing else."""
+"""The advice for people: sentences made from the numbers of an `Advice`, one figure, and the page around them."""
 
 from __future__ import annotations
 

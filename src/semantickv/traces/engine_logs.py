@@ -1,4 +1,8 @@
-"""One request of a trace, and the requests that engines log: vLLM, SGLang, LMCache."""
+"""One request of a trace, and the requests that engines log: vLLM, SGLang, LMCache.
+
+As of vLLM 0.32, SGLang 0.5.23 and LMCache 0.5.6. Lines that say nothing about a request are passed over. Tokens are
+hashed at once, block by block. What the engine says about its own hits is kept beside the trace.
+"""
 
 from __future__ import annotations
 

@@ -15,9 +15,8 @@ lmcache_log       always on: ``Reqid: ..., Total tokens ...``                   
 ================  ====================================================================  ========================
 
 Lines, fields and the engines' requests are read by `semblend.text`, as for logs of prompts; here they become requests
-with a time. Logs are read as of vLLM 0.32, SGLang 0.5.23 and LMCache 0.5.6; lines that say nothing about a request are
-passed over. Tokens are hashed at once, block by block. What the engine says about its own hits is kept beside the
-trace. A line that can't be used stops the reading with file, line and field, or is skipped and counted (``skip_bad``).
+with a time. A line that can't be used stops the reading with file, line and field, or is skipped and counted
+(``skip_bad``).
 """
 
 from __future__ import annotations

@@ -3,6 +3,10 @@
 Pieces begin at messages, at labels at the start of a line (``CONTEXT:``), at chat markers (``<|user|>``), at code
 fences and at blank lines. Joined in order they are the prompt again, character for character. The hash covers the exact
 text and nothing else: texts that differ in one blank are different blocks, because their tokens differ.
+
+The type of a block comes from a list of rules, the first match wins. Rules are data; users add rules and types. A rule
+looks at the role of a message, the label or tag before a piece, and its text. Nothing here is learned, and nothing
+decides about reuse: a type only tells a policy how to weigh a block. A wrong type costs hits, never correctness.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plots of reuse, quality and negative controls. Each is drawn for a wide page and for a phone."""
+"""Plots of times, reuse, quality, negative controls and load. Each is drawn for a wide page and for a phone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Renders the report as one HTML page. It needs no network and no scripts."""
+"""Renders results and load results, as one HTML page that needs no network and no scripts, or as Markdown."""
 
 from __future__ import annotations
 

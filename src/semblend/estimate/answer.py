@@ -1,4 +1,7 @@
-"""The answer of a replay as data: one row for each step, in order, with what it saves on top of those before it."""
+"""The answer of a replay as data: one row for each step, in order, with what it saves on top of those before it.
+
+Seconds and money come from `Rates`: prefill rates and prices by model, which a user's own numbers replace.
+"""
 
 from __future__ import annotations
 

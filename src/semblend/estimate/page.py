@@ -1,4 +1,4 @@
-"""The estimate as one HTML page. It needs no network and no scripts; text of prompts is escaped."""
+"""The estimate as one HTML page with its charts. It needs no network and no scripts; text of prompts is escaped."""
 
 from __future__ import annotations
 

@@ -51,11 +51,12 @@ def _draw(axes: Any, patches: Any, mark: ElementTree.Element, style: Style) -> N
         "zorder": int(style["order"]),
     }
     if tag == "text":
-        axes.text(
-            at["x"], at["y"], mark.text, color=fill, fontsize=float(style.get("font-size", "12px")[:-2]) * _POINT,
-            fontweight="bold" if int(style.get("font-weight", 400)) >= 600 else "normal", ha=_ANCHORS[mark.attrib["text-anchor"]], va="baseline",
-            zorder=line["zorder"], parse_math=False,
-        )  # fmt: skip
+        words = {
+            "fontsize": float(style.get("font-size", "12px")[:-2]) * _POINT,
+            "fontweight": "bold" if int(style.get("font-weight", 400)) >= 600 else "normal",
+            "ha": _ANCHORS[mark.attrib["text-anchor"]],
+        }
+        axes.text(at["x"], at["y"], mark.text, color=fill, zorder=line["zorder"], parse_math=False, **words)
     elif tag == "line" or (tag == "path" and not mark.attrib["d"].endswith("Z")):
         points = [(at["x1"], at["y1"]), (at["x2"], at["y2"])] if tag == "line" else _read_points(mark.attrib["d"])
         axes.plot(*zip(*points, strict=True), color=stroke, alpha=float(style.get("stroke-opacity", 1)), **line)

@@ -1,4 +1,4 @@
-"""Reports as one HTML file each. A page needs no network and no scripts; every text is escaped here."""
+"""Reports as one HTML file each: tiles, tables, figures. None needs network or scripts; every text is escaped here."""
 
 from __future__ import annotations
 

@@ -306,7 +306,7 @@ def test_processes_that_start_together_do_not_sweep_each_other(tmp_path):
     script = (
         "import sys; from semblend.materialize.donors.store import DiskTier; "
         "made = [DiskTier(sys.argv[1]) for _ in range(20)]; "
-        "assert all((tier.folder / 'lock').exists() for tier in made); [tier.close() for tier in made]"
+        "assert all(tier.folder.exists() for tier in made); [tier.close() for tier in made]"
     )
     started = [subprocess.Popen([sys.executable, "-c", script, str(tmp_path)]) for _ in range(3)]
     assert [process.wait(120) for process in started] == [0, 0, 0]
@@ -394,7 +394,7 @@ def test_three_tiers_lose_nothing_in_silence_and_never_serve_another_donors_byte
     kv.close()
 
 
-def test_threads_that_capture_acquire_and_drop_at_once_leave_the_books_in_order(tmp_path):
+def test_threads_that_capture_acquire_and_drop_at_once_leave_the_tiers_in_order(tmp_path):
     kv = DonorKv(6 * TOKEN_BYTES, 6 * TOKEN_BYTES, tmp_path, budget_disk_bytes=6 * TOKEN_BYTES, device_type="cpu")
     problems = []
     start = threading.Barrier(4)
@@ -476,7 +476,7 @@ class SlowDisk:
         self._inner.close()
 
 
-def test_no_file_is_touched_while_the_books_are_locked(tmp_path):
+def test_no_file_is_touched_while_the_tiers_are_locked(tmp_path):
     kv = DonorKv(0, 8 * TOKEN_BYTES, tmp_path, budget_disk_bytes=8 * TOKEN_BYTES)
     disk = SlowDisk(kv)
     for generation, donor in enumerate("abcdea", start=1):  # sink, fall out, be replaced
@@ -555,7 +555,7 @@ def test_no_memory_for_a_copy_costs_that_donor_and_nothing_else(monkeypatch, err
 
 
 @pytest.mark.parametrize("error", [MemoryError("no"), RuntimeError("no"), KeyError("a bug")])
-def test_a_move_that_fails_in_any_way_leaves_the_books_in_order(tmp_path, monkeypatch, error):
+def test_a_move_that_fails_in_any_way_leaves_the_tiers_in_order(tmp_path, monkeypatch, error):
     told = []
     kv = DonorKv(
         4 * TOKEN_BYTES, 8 * TOKEN_BYTES, tmp_path, budget_disk_bytes=8 * TOKEN_BYTES, device_type="cpu",

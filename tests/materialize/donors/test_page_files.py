@@ -148,7 +148,7 @@ def test_a_disk_that_is_full_is_the_budget_from_then_on_and_raises_nothing(tmp_p
     for number in range(10):
         assert files.write(f"old {number}", make_page(number))
         os.utime(files._folder.path / files._name(f"old {number}"), (number, number))
-    write, room = files._folder.write, files.stored_bytes
+    write, room = files._folder.write, files._bytes
 
     def write_if_there_is_room(name, fill):
         held = sum(path.stat().st_size for path in files._folder.path.glob("*.page"))

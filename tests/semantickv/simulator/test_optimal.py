@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semantickv.analysis.mrc import compute_upper_bound
 from semantickv.simulator.capacity import Capacity
 from semantickv.simulator.policies import POLICIES
 from semantickv.simulator.simulate import build_forest, simulate
 from semantickv.traces.trace import Trace, TraceRequest
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
+
+from lib.upper_bound import compute_upper_bound
 
 REQUESTS = st.lists(st.lists(st.integers(0, 5), max_size=5, unique=True), max_size=30)
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Generic, Protocol
 
 from semblend.integration.dynamo.placement import (
@@ -109,10 +110,8 @@ class SemanticRouter(Generic[PromptT]):
 
     def _note_placed(self, prompt: PromptT | None, worker: WorkerKey) -> None:
         if prompt is not None:
-            try:
+            with self._reporting():
                 self._evidence.note_placed(prompt, worker)
-            except Exception as error:
-                self._report(error)
 
     def _note_begun(self, prompt: PromptT | None, placement: Placement, worker: WorkerKey | None, chunk: Any) -> None:
         """Take what the first chunk says: who serves, and what its cache had."""
@@ -121,15 +120,19 @@ class SemanticRouter(Generic[PromptT]):
         if worker != placement.worker:
             self._note_placed(prompt, worker)
         elif (cached := read_cached_tokens(chunk)) is not None:
-            try:
+            with self._reporting():
                 self._evidence.note_answer(placement, cached)
-            except Exception as error:
-                self._report(error)
 
     def _note_fault(self, worker: WorkerKey) -> None:
         self.counts["worker_faults"] += 1
-        try:
+        with self._reporting():
             self._evidence.note_fault(worker)
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """A fault in here is reported and goes no further."""
+        try:
+            yield
         except Exception as error:
             self._report(error)
 

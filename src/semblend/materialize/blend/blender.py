@@ -48,9 +48,8 @@ from semblend.materialize.gate.observers import AttentionMass, KvDeviation, Late
 from semblend.materialize.gate.thresholds import RiskFeatures, compute_entropy, next_token_kl
 from semblend.materialize.kv.moves import DonorTensors, Move
 from semblend.materialize.kv.splice import splice
-from semblend.plan.layers import LayerSchedule
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
-from semblend.plan.selection import SELECTIONS, Positions, Scores, select_largest
+from semblend.plan.selection import SELECTIONS, Positions, Scores, count_leading_layers, select_largest
 from semblend.quality import GATED_MODE, find_path, parse_quality, read_nats
 
 log = logging.getLogger("semblend.materialize")
@@ -428,13 +427,13 @@ class Repair:
             state.deviation = yield from self._measure_deviation(state, squared=step.rule == "cacheblend")
         deviation = np.zeros(len(stale)) if state.deviation is None else state.deviation[stale]
         seed = self._passes.prompts_checked
-        scores = Scores(stale, state.mass[stale], deviation, state.spans, seed, count / len(stale))
+        scores = Scores(stale, state.mass[stale], deviation, seed, count / len(stale))
         return SELECTIONS[step.rule](scores)
 
     def _measure_deviation(self, state: BlendState, *, squared: bool) -> Pieces[npt.NDArray[np.floating[Any]]]:
         """Deviation above the first layers of all tokens that still are a donor's; zero elsewhere."""
         layers = self._passes.model.layout.layers
-        depth = min(max(1, LayerSchedule.bathtub(layers, self._settings.layer_share).leading), layers - 1)
+        depth = min(max(1, count_leading_layers(layers, self._settings.layer_share)), layers - 1)
         observer = KvDeviation(layer=depth)
         yield from self._passes.put_aside(state)
         yield from self._passes.run_layers(state, "deviation", state.stale, observer, layers=depth)

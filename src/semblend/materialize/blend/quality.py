@@ -139,7 +139,7 @@ class QualitySettings:
     ``moved_ahead_share``: passages that stand before what precedes them in their donor are computed, where they are at
     most this share of the reused tokens (`semblend.plan.selection.keep_in_order`); 0: they are reused as well.
     ``layer_share``: where deviation is measured, all reused tokens are computed through the leading layers of a bathtub
-    schedule with this share of the layers (`semblend.plan.layers`), and these layers are exact then; 0 only looks.
+    schedule with this share of the layers (`count_leading_layers`), and these layers are exact then; 0 only looks.
     ``pass_rows``: what a pass costs beside its rows, in rows (`semblend.materialize.blend.passes`); 0: not measured.
     ``piece_ms``: work stops after about so many milliseconds, so that an engine can do something else; 0: it does not.
     ``piece_rows``: pieces are multiples of so many rows.

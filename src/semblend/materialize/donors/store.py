@@ -135,6 +135,21 @@ def map_tensors(descriptor: int, header: Mapping[str, Any]) -> dict[str, Tensor]
     return {name: _view_tensor(payload, about) for name, about in header["tensors"].items()}
 
 
+def load_tensors(descriptor: int, about: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Map an open donor file that holds what ``about`` says and whose checksums are right, and close it.
+
+    Raises ValueError, KeyError or TypeError where it is damaged or another's, OSError where it cannot be read.
+    """
+    try:
+        header = read_header(descriptor)
+        if header["about"] != about:
+            raise ValueError("it holds something else")
+        verify_payload(descriptor, header)
+        return map_tensors(descriptor, header)
+    finally:
+        os.close(descriptor)
+
+
 def pack_rope(rope: RopeSpec | None) -> dict[str, Any] | None:
     """A rotation as JSON; floats come back bit for bit."""
     return None if rope is None else asdict(rope)
@@ -313,16 +328,14 @@ class PrivateFolder:
 
 # -- Donor KV on disk: one file a donor, memory-mapped when it is read, and served only if its checksums are right.
 #
-# `donor_file` says what stands in a file. Files live in a folder of their own for each
-# process, mode 0700, removed when the process closes it; a folder whose owner died (its lock is free) is removed by the
-# next one that starts beside it. KV on disk is an overflow, not a store: what must survive a restart is the donor's
-# tokens, and those are kept elsewhere.
+# Files live in a folder of their own for each process, removed when the process closes it; a folder whose owner died
+# (its lock is free) is removed by the next one that starts beside it. KV on disk is an overflow, not a store: what must
+# survive a restart is the donor's tokens, and those are kept elsewhere.
 
 
 log = logging.getLogger("semblend.donors")
 
 _FOLDER_PREFIX = "donor-kv-"
-_LOCK = "lock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,8 +356,8 @@ class DiskTier:
             with _hold(parent):  # a folder whose lock is not taken yet must not look like one of a dead process
                 _sweep(parent)
                 self.folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=parent))
-                self._lock = os.open(self.folder / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
-                take_lock(self._lock)
+                self._files = PrivateFolder(self.folder)
+                self._files.hold()
         except OSError as error:
             raise StoreError(
                 f"donor KV cannot be kept in {parent}: {error.strerror}", hint="name a writable folder"
@@ -354,20 +367,14 @@ class DiskTier:
     def write(self, parts: Mapping[str, Tensor], about: Mapping[str, Any]) -> KvFile:
         """Writes the tensors; raises OSError (disk full, limit reached) and then leaves nothing behind."""
         self._serial += 1
-        path = self.folder / f"{self._serial:08d}.kv"
-        try:
-            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-            with os.fdopen(descriptor, "wb") as out:
-                write_donor_file(out, parts, about)
-        except OSError:
-            self.remove(KvFile(path, 0))
-            raise
-        return KvFile(path, path.stat().st_size)
+        name = f"{self._serial:08d}.kv"
+        size = self._files.write(name, lambda out: write_donor_file(out, parts, about))
+        return KvFile(self.folder / name, size)
 
     def load(self, file: KvFile, about: Mapping[str, Any]) -> dict[str, Tensor]:
         """The tensors as views of the mapped file; raises StoreError when the file is not what was written."""
         try:
-            return _load(file, about)
+            return load_tensors(self._files.open(file.path.name), about)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StoreError(f"donor file {file.path.name} is damaged: {error}", hint="it is dropped") from error
 
@@ -389,55 +396,31 @@ class DiskTier:
 
     def close(self) -> None:
         """Removes every file; safe to call twice."""
-        if self._lock >= 0:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            os.close(self._lock)
-            self._lock = -1
-
-
-def _load(file: KvFile, about: Mapping[str, Any]) -> dict[str, Tensor]:
-    descriptor = os.open(file.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        header = read_header(descriptor)
-        if header["about"] != about:
-            raise ValueError("it holds another donor")
-        verify_payload(descriptor, header)
-        return map_tensors(descriptor, header)
-    finally:
-        os.close(descriptor)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._files.close()
 
 
 @contextmanager
-def _hold(parent: Path) -> Iterator[None]:
-    """Keep other processes from sweeping, or making a folder, in ``parent`` meanwhile."""
-    descriptor = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
+def _hold(folder: Path, *, wait: bool = True) -> Iterator[None]:
+    """Lock a folder meanwhile; raises OSError where somebody else does and nobody waits, or where it is a link."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | (0 if wait else _NO_LINKS))
     try:
-        take_lock(descriptor, wait=True)
+        take_lock(descriptor, wait=wait)
         yield
     finally:
         os.close(descriptor)
 
 
 def _sweep(parent: Path) -> None:
-    """Remove the folders of processes that died: their lock is free, or they had not come to make one.
+    """Remove the folders of processes that died: nobody locks them.
 
     Only real folders of our own user are touched: in a folder that many may write to, somebody could plant others.
     """
     for folder in parent.glob(f"{_FOLDER_PREFIX}*"):
-        try:
-            status = os.lstat(folder)
-            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-                continue
-            descriptor = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
-        except OSError:
-            continue  # being removed by its owner
-        try:
-            take_lock(descriptor)
-            shutil.rmtree(folder, ignore_errors=True)
-        except OSError:
-            pass  # its owner lives
-        finally:
-            os.close(descriptor)
+        with suppress(OSError):  # its owner lives, or removes it now
+            if os.lstat(folder).st_uid == os.geteuid():
+                with _hold(folder, wait=False):
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 # -- Pages of an exact prefix cache in a folder: whole, checksummed files that outlive the process.
@@ -501,11 +484,7 @@ class PageFiles:
         except OSError:
             return False
         try:
-            header = read_header(descriptor)
-            if header["about"] != self._describe(key):
-                raise ValueError("it is another page")
-            verify_payload(descriptor, header)
-            page = map_tensors(descriptor, header)["page"]
+            page = load_tensors(descriptor, self._describe(key))["page"]
             wanted = target.view(-1).view(torch.uint8)
             if page.shape != wanted.shape:
                 raise ValueError(f"{page.numel()} bytes instead of {wanted.numel()}")
@@ -513,8 +492,6 @@ class PageFiles:
         except (ValueError, KeyError, TypeError, OSError) as error:
             self._remove_damaged(name, error)
             return False
-        finally:
-            os.close(descriptor)
         self._folder.touch(name)
         return True
 
@@ -546,11 +523,6 @@ class PageFiles:
     def close(self) -> None:
         """Safe to call twice. Pages stay."""
         self._folder.close()
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes in the folder as far as this process knows."""
-        return self._bytes
 
     def _name(self, key: str) -> str:
         """A key is somebody else's text: its hash is a name that is safe in a folder."""

@@ -68,7 +68,7 @@ TYPICAL_DONORS = 4096
 """Donors that bound an eviction policy's memory: budgets are in bytes."""
 
 
-class Books:
+class DonorTiers:
     """Entries by tier, and who leaves a full one; bytes in use stay within ``budget``."""
 
     def __init__(self, budget: Mapping[str, int], policy: EvictionPolicy | None = None) -> None:
@@ -281,7 +281,7 @@ class DonorKv:
         budget = budget if self._disk is not None else budget | {"disk": 0}
         self._policy_failures: list[BaseException] = []  # to be told
         self._on_policy_failure = on_policy_failure or _warn
-        self._books = Books(budget, make_donor_policy(eviction, budget, self._policy_failures.append))
+        self._books = DonorTiers(budget, make_donor_policy(eviction, budget, self._policy_failures.append))
         self._device_type = device_type
         self.memory = DonorMemory(bits)
         self._rope = rope

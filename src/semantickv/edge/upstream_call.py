@@ -1,7 +1,7 @@
 """Calls to engines over HTTP: one `Upstream` for each engine, with a pool of connections, and faults as values.
 
 aiohttp does the work. It was chosen over httpx by what it adds to a request and by the events a second that it passes
-on (docs/research/decisions/0095-forwarding-core.md has the table). Three rules stand above it:
+on (docs/research/decisions/forwarding.md has the tables). Three rules stand above it:
 
 - An answer's bytes belong to the request that asked for them. A connection on which an engine sends more than that is
   closed, and nothing of it becomes part of the next client's answer.

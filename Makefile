@@ -23,7 +23,7 @@ ALL_READY   := $(VENV)/.all-ready
 help:
 	@echo "make serve     set up, pull $(MODEL) and serve it with its dashboard on http://127.0.0.1:$(PORT)"
 	@echo "make explore   set up and open the discovery explorer: paste prompts, see what they share"
-	@echo "make test      set up, then lint, types and unit tests: 10 minutes on two cores"
+	@echo "make test      set up, then lint, types and unit tests: 8 minutes on two cores"
 	@echo "make test-all  the slow tests, after make test: a real model, the GPU kernels in an interpreter"
 	@echo "make coverage  the unit tests again, with a table of the lines they did not run"
 	@echo "make bench     set up, then the benchmarks of the library (long; needs SEMBLEND_TEST_DATA for real text)"

@@ -112,7 +112,7 @@ def test_nothing_of_ours_writes_colours() -> None:
         for path in source.rglob("*.py")
         if "\\x1b[" in path.read_text(encoding="utf-8") or "\\033[" in path.read_text(encoding="utf-8")
     }
-    assert users == {"semblend/cli/output.py", "semblend/cli/estimate_text.py"}  # the latter takes them out
+    assert users == {"semblend/cli/output.py", "semblend/cli/commands/estimate.py"}  # the latter takes them out
 
 
 def test_compare_and_report_say_which_part_is_under_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from estimate_logs import ask, make_prompt, replay
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semblend.cli.estimate_text import render
+from semblend.cli.commands.estimate import render_tables
 from semblend.estimate.page import render_page
 from semblend.text.logs import LoggedPrompt
 from semblend.text.parts import Part
@@ -123,6 +123,6 @@ def _token_lists() -> list[Any]:
 
 
 def test_a_terminal_gets_no_control_codes() -> None:
-    shown = render(make_answer("\x1b[31mred\x1b[0m\r\x07", tenant="\x1b]0;evil\x07", cache_tokens=100_000))
+    shown = render_tables(make_answer("\x1b[31mred\x1b[0m\r\x07", tenant="\x1b]0;evil\x07", cache_tokens=100_000))
     assert all(char.isprintable() or char == "\n" for char in shown)
     assert "costs more than it saves" in shown or "all of it" in shown

@@ -112,53 +112,36 @@ class Collector:
         The handler takes the request's body first. ``session`` and ``tenant`` given to it as keywords are recorded and
         passed on.
         """
-        if inspect.isasyncgenfunction(handler):
-            return self._wrap_async_stream(handler)
-        if inspect.iscoroutinefunction(handler):
-            return self._wrap_async(handler)
-        if inspect.isgeneratorfunction(handler):
-            return self._wrap_stream(handler)
-        return self._wrap_plain(handler)
 
-    def _start(self, body: Any, known: Mapping[str, Any]) -> Recording:
-        """Begin a recording with the session and tenant that the handler was given."""
-        return self.begin(body, session=str(known.get("session", "")), tenant=str(known.get("tenant", "")))
-
-    def _wrap_plain(self, handler: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(handler)
-        def handle(body: Any, *rest: Any, **known: Any) -> Any:
+        def answer(body: Any, *rest: Any, **known: Any) -> Any:
             with self._start(body, known) as recording:
                 return recording.note_answer(handler(body, *rest, **known))
 
-        return handle
-
-    def _wrap_async(self, handler: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(handler)
-        async def handle(body: Any, *rest: Any, **known: Any) -> Any:
+        async def answer_later(body: Any, *rest: Any, **known: Any) -> Any:
             with self._start(body, known) as recording:
                 return recording.note_answer(await handler(body, *rest, **known))
 
-        return handle
-
-    def _wrap_stream(self, handler: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(handler)
-        def handle(body: Any, *rest: Any, **known: Any) -> Any:
+        def stream(body: Any, *rest: Any, **known: Any) -> Any:
             with self._start(body, known) as recording:
                 for part in handler(body, *rest, **known):
                     recording.note_part(part)
                     yield part
 
-        return handle
-
-    def _wrap_async_stream(self, handler: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(handler)
-        async def handle(body: Any, *rest: Any, **known: Any) -> Any:
+        async def stream_later(body: Any, *rest: Any, **known: Any) -> Any:
             with self._start(body, known) as recording:
                 async for part in handler(body, *rest, **known):
                     recording.note_part(part)
                     yield part
 
-        return handle
+        if inspect.isgeneratorfunction(handler):
+            return functools.wraps(handler)(stream)
+        if inspect.isasyncgenfunction(handler):
+            return functools.wraps(handler)(stream_later)
+        return functools.wraps(handler)(answer_later if inspect.iscoroutinefunction(handler) else answer)
+
+    def _start(self, body: Any, known: Mapping[str, Any]) -> Recording:
+        """Begin a recording with the session and tenant that the handler was given."""
+        return self.begin(body, session=str(known.get("session", "")), tenant=str(known.get("tenant", "")))
 
 
 @dataclass

@@ -48,7 +48,7 @@ def build_proxy(settings: EdgeSettings) -> Gateway:
 
 def build_router(settings: EdgeSettings) -> Gateway:
     """Build the locality router over all replicas."""
-    source = ReplicaSource(settings)
+    source = NamedReplicas(settings)
     wanted = source.list_wanted()
     if not wanted:
         raise ConfigError(
@@ -67,7 +67,7 @@ def build_router(settings: EdgeSettings) -> Gateway:
     return Gateway(settings, router, log_of_traces, shows_routes=True, feeds=feeds, link=link, source=source)
 
 
-class ReplicaSource:
+class NamedReplicas:
     """Where replicas come from: the settings at the start, then a file that is followed and the operator's word."""
 
     def __init__(self, settings: EdgeSettings) -> None:

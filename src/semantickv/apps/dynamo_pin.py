@@ -22,11 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 from semantickv.apps.callers import add_fields, identify_caller
 from semantickv.apps.proxy import NOT_FOUND, Headers, Place, ProxyApp, send_error, send_json, write_target
-from semantickv.apps.routed_call import PROMPT_PATHS
 from semantickv.edge.headers import find_header, select_request_headers
 from semantickv.edge.upstream_call import Fault, FaultKind, OutgoingRequest, Upstream, UpstreamAnswer, fetch
 from semantickv.routing.fingerprint import NO_PIECES, PromptPieces, cut_prompt, load_cutter
-from semantickv.routing.prompt_view import PromptView, read_prompt
+from semantickv.routing.prompt_view import PROMPT_PATHS, PromptView, read_prompt
 from semantickv.routing.worker_evidence import WorkerEvidence
 from semantickv.settings import EdgeSettings
 from semblend.integration.dynamo.placement import Placement, PlacementReason, WorkerKey, WorkerState

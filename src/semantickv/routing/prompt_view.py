@@ -19,6 +19,7 @@ from semblend.wire.json_limits import JsonLimits, JsonMeter
 
 MOST_BYTES = 4 << 20
 """Longer bodies are not parsed: that would hold up everyone else for 25 ms and more."""
+PROMPT_PATHS = ("/v1/chat/completions", "/v1/completions")
 LONG_TEXT = 1024
 """Characters from which a user's text counts as material rather than as a question."""
 PLAIN_BYTES = 64 << 10

@@ -12,7 +12,7 @@ import pytest
 from edge_servers import PATIENCE_S, EngineThread, serve
 
 from semantickv.apps.build import build_proxy, build_router
-from semantickv.apps.routed_call import RoutedCall
+from semantickv.apps.gateway import RoutedCall
 from semantickv.edge.intake import IntakeLimits
 from semantickv.settings import EdgeSettings
 from tests.fakes.scripted_engine import EngineSide, answer_json, die_after, hang, send_raw, stream

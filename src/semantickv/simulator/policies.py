@@ -3,7 +3,7 @@
 Here they are in plain Python, short enough to read; the table at the end names their compiled twins in
 `semantickv.simulator.kernels`. `Belady` needs what comes next: for blocks of one size it is the best possible number of
 block hits among policies that must cache what a request brings, `BeladyBypass` among all. Both hold in prefix mode too:
-a parent is needed no later than its children. For capacity in tokens see `semantickv.analysis.mrc`.
+a parent is needed no later than its children.
 """
 
 from __future__ import annotations

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 from contextlib import contextmanager
 from typing import Any
 
-import uvicorn
-
-from semantickv.apps.run_server import make_server
+from semblend.http.server import DEADLINES, HttpServer, ServerLimits, listen
 from tests.fakes.scripted_engine import Behaviour, ScriptedEngine
 
 PATIENCE_S = 120
@@ -43,21 +40,20 @@ class EngineThread:
 
 
 @contextmanager
-def serve(app: Any, drain_s: int = 5, config: uvicorn.Config | None = None, **known: Any):
-    """Serve an application in a thread, as our commands do or as ``config`` says; yield its address and the server."""
-    sock = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(config) if config else make_server(app, "127.0.0.1", 0, drain_s=drain_s, **known)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
+def serve(app: Any, drain_s: float = 5, **known: Any):
+    """Serve an application in a thread, as our commands do; yield its address and the server."""
+    deadlines, connections = known.pop("deadlines", DEADLINES), known.pop("connections", 1024)
+    sock = listen("127.0.0.1", 0)
+    limits = ServerLimits(deadlines, connections, drain_s)
+    server = HttpServer(app, sock, limits, date_header=False, **known)
+    thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     address = f"http{'s' if known.get('tls') else ''}://127.0.0.1:{sock.getsockname()[1]}"
-    for _ in range(PATIENCE_S * 100):
-        if server.started:
-            break
-        threading.Event().wait(0.01)
+    assert server.started.wait(PATIENCE_S)
     try:
         yield address, server
     finally:
-        server.should_exit = True
+        server.stop()
         thread.join(PATIENCE_S)
         sock.close()
     assert not thread.is_alive()

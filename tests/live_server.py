@@ -13,10 +13,9 @@ from typing import Any
 from fastapi import FastAPI
 
 from semblend.engine.server.config import ServeConfig
-from semblend.engine.server.edge.listener import HttpServer
-from semblend.engine.server.edge.sockets import listen
-from semblend.engine.server.routes import create_app
+from semblend.engine.server.routes import create_app, make_server
 from semblend.engine.server.serving import ServingEngine
+from semblend.http.server import HttpServer, listen
 
 PATIENCE_S = 120
 
@@ -47,7 +46,7 @@ def run_server(engine: ServingEngine, **limits: Any) -> Iterator[LiveServer]:
     """Serve an engine until the block ends; whatever still runs then is ended."""
     app = create_app(engine, ServeConfig(**limits))
     sock = listen("127.0.0.1", 0)
-    server = HttpServer(app, sock)
+    server = make_server(app, sock)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     assert server.started.wait(PATIENCE_S)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from semblend.arrange.memory import Node, SequenceMemory
 from semblend.arrange.order_limits import OrderLimits
-from semblend.arrange.search import MOST_HOLDERS, MOST_LOOKS, MOST_PAIRS
+from semblend.arrange.search import MAX_HOLDERS, MAX_LOOKS, MAX_PAIRS
 
 
 def find_order(
@@ -29,7 +29,7 @@ def find_path(
     best: list[int] = []
     looks = 0
     for path, node in walk([], root, keys, keep, oldest) if root is not None else ():
-        if looks >= MOST_LOOKS:
+        if looks >= MAX_LOOKS:
             break
         if sum(sizes[at] for at in path) > sum(sizes[at] for at in best):
             best = path
@@ -62,7 +62,7 @@ def rank(
     """Passages by the prompt that holds most of what is left, in its order; the first of equals."""
     size_of = dict(zip(keys, sizes, strict=True))
     left = list(dict.fromkeys(rest))
-    most = max(1, min(MOST_HOLDERS, MOST_PAIRS // max(len(left), 1)))
+    most = max(1, min(MAX_HOLDERS, MAX_PAIRS // max(len(left), 1)))
     held: dict[bytes, list[bytes]] = {}
     donors = {}
     for key in left:

@@ -30,6 +30,7 @@ LAYERS = [
     {"arrange"},
     {""},  # semblend/__init__
     {"text", "wire", "models"},
+    {"http"},
     {"materialize"},
     {"session"},
     {"engine", "integration"},
@@ -63,7 +64,7 @@ HEAVY = {
     "nats": {"confirm.nats_sink"},
     "fastapi": {"engine.server.*"},
     "pydantic": {"wire.*", "engine.server.*"},
-    "uvicorn": {"engine.server.*", "cli.commands.serve"},
+    "uvicorn": {"http.*"},
     "huggingface_hub": {"fingerprint.*", "engine.model.*", "models", "text.tokenization"},
     "httpx": set(),
     "matplotlib": {"web.plotting"},
@@ -158,7 +159,7 @@ def test_heavy_dependencies_and_kernels_are_imported_late(module):
     )  # about tensors
     if module.startswith(("engine.server.", "wire.")):
         at_home |= {"fastapi", "pydantic"}
-    if module == "engine.server.edge.protocol":  # the listener imports it when it serves
+    if module == "http.protocol":  # the server imports it when it serves
         at_home |= {"uvicorn"}
     if module in (
         "integration.vllm.connector_v1",

@@ -14,7 +14,7 @@ import lib.reporting as reporting
 
 Row = dict[str, Any]
 GLANCES = (0.0, 0.018, 0.035, 0.045, 0.055, 1.0)
-LEAST_PROMPTS = 20
+MIN_PROMPTS = 20
 """Of a data set, for lines of its own."""
 HARM_KL, HARM_F1 = 0.1, 0.5
 """A request that the gate let pass with more divergence, or less agreement with cold, is a false safe."""
@@ -74,7 +74,7 @@ def false_safe(rows: Sequence[Row]) -> float:
 def _by_dataset(report: reporting.Report, rows: Sequence[Row]) -> None:
     lines = []
     for dataset in _names(rows, "dataset"):
-        if len({row["case"] for row in rows if row["dataset"] == dataset}) < LEAST_PROMPTS:
+        if len({row["case"] for row in rows if row["dataset"] == dataset}) < MIN_PROMPTS:
             continue
         for recipe in ("cold", "rerun", "fast", "attended-10", "balanced"):
             kept = [row for row in rows if (row["dataset"], row["recipe"]) == (dataset, recipe)]

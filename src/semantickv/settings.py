@@ -11,6 +11,8 @@ from semblend.errors import ConfigError
 VARIABLES = {
     "SEMANTICKV_UPSTREAM_BASE_URL": "Engine that `semantickv proxy` and `collect` forward to (--upstream).",
     "SEMANTICKV_REPLICAS": "Engines that `semantickv router` chooses from, with commas between (--replicas).",
+    "SEMANTICKV_REPLICAS_FILE": "File with one engine a line (its address, then, if it has one, that of its KV events; "
+    "# begins a comment) that `semantickv router` follows while it runs (--replicas-file).",
     "SEMANTICKV_ROUTING_POLICY": "round_robin, least_loaded, prefix_hash, cache_aware or semantic_locality (default).",
     "SEMANTICKV_ENGINE_REUSE": "What the engines can reuse (--engine-reuse): spans (default, engines with semblend "
     "in them) or prefix (stock engines: equal beginnings only).",
@@ -26,8 +28,19 @@ VARIABLES = {
     "what it did not send itself (default false; with SEMANTICKV_SALT_SECRET they do for each tenant).",
     "SEMANTICKV_REDIS_URL": "Redis through which several routers share what they know, for example "
     "redis://127.0.0.1:6379/0. Needs SEMANTICKV_HASH_KEY, the same for all of them.",
+    "SEMANTICKV_REDIS_SECRET": "Secret that signs what routers tell each other through Redis, the same for all of them "
+    "(default: made from SEMANTICKV_HASH_KEY). Entries without a valid signature are left out.",
     "SEMANTICKV_REDIS_GROUP": "Name of the routers that share (default `default`); part of every key in Redis.",
     "SEMANTICKV_HEALTH_SECONDS": "Seconds between two health checks of a replica (default 5).",
+    "SEMANTICKV_HEALTH_TIMEOUT_SECONDS": "How long a health check may take (default 2).",
+    "SEMANTICKV_HEALTH_FAILURES": "Health checks in a row that must fail before a replica is taken out (default 2).",
+    "SEMANTICKV_HANG_SECONDS": "How long a replica may begin no answer, beyond what prompts took of late, before it is "
+    "taken out although it answers health checks (default 10).",
+    "SEMANTICKV_MAX_ATTEMPTS": "Replicas that a request is sent to, one after the other, before its client is "
+    "told of a fault (default 3).",
+    "SEMANTICKV_BREAKER_FAULTS": "Faults in a row after which a replica gets no requests for a while (default 3).",
+    "SEMANTICKV_BREAKER_SECONDS": "How long it then gets none (default 1); doubled after every failed trial.",
+    "SEMANTICKV_BREAKER_MAX_SECONDS": "The longest such pause (default 60).",
     "SEMANTICKV_TRACE": "false writes no traces in `semantickv proxy` and `router` (default true).",
     "SEMANTICKV_TRACE_OUTPUT_DIR": "Folder for traces; stands in for --output-dir (default outputs/live_traces).",
     "SEMANTICKV_TRACE_FILE_MB": "Size at which a trace is continued in another file; the last 16 stay (default 256).",
@@ -112,6 +125,7 @@ class EdgeSettings:
 
     upstream: str = ""
     replicas: tuple[str, ...] = ()
+    replicas_file: str = ""
     policy: str = "semantic_locality"
     engine_reuse: str = "spans"
     session_affinity: bool = True
@@ -121,8 +135,16 @@ class EdgeSettings:
     kv_events: tuple[str, ...] = ()
     one_tenant: bool = False
     redis_url: str = field(default="", repr=False)
+    redis_secret: str = field(default="", repr=False)
     redis_group: str = "default"
     health_s: float = 5.0
+    health_timeout_s: float = 2.0
+    health_failures: int = 2
+    hang_s: float = 10.0
+    max_attempts: int = 3
+    breaker_faults: int = 3
+    breaker_s: float = 1.0
+    breaker_max_s: float = 60.0
     trace: bool = True
     trace_dir: str = "outputs/live_traces"
     trace_file_mb: float = 256.0
@@ -144,9 +166,16 @@ class EdgeSettings:
         def number(name: str, default: float) -> float:
             return read_number(name, default, environ)
 
+        def count(name: str, default: int) -> int:
+            value = number(name, default)
+            if value != int(value):
+                raise ConfigError(f"{name}={value:g} is not a whole number", hint=f"for example {default}")
+            return int(value)
+
         return cls(
             upstream=text("SEMANTICKV_UPSTREAM_BASE_URL"),
             replicas=tuple(one.strip() for one in text("SEMANTICKV_REPLICAS").split(",") if one.strip()),
+            replicas_file=text("SEMANTICKV_REPLICAS_FILE"),
             policy=text("SEMANTICKV_ROUTING_POLICY", cls.policy),
             engine_reuse=text("SEMANTICKV_ENGINE_REUSE", cls.engine_reuse),
             session_affinity=read_flag("SEMANTICKV_SESSION_AFFINITY", True, environ),
@@ -156,8 +185,16 @@ class EdgeSettings:
             kv_events=tuple(one.strip() for one in text("SEMANTICKV_KV_EVENTS").split(",")),
             one_tenant=read_flag("SEMANTICKV_ONE_TENANT", False, environ),
             redis_url=text("SEMANTICKV_REDIS_URL"),
+            redis_secret=read_variable("SEMANTICKV_REDIS_SECRET", environ),
             redis_group=text("SEMANTICKV_REDIS_GROUP", cls.redis_group),
             health_s=number("SEMANTICKV_HEALTH_SECONDS", cls.health_s),
+            health_timeout_s=number("SEMANTICKV_HEALTH_TIMEOUT_SECONDS", cls.health_timeout_s),
+            health_failures=count("SEMANTICKV_HEALTH_FAILURES", cls.health_failures),
+            hang_s=number("SEMANTICKV_HANG_SECONDS", cls.hang_s),
+            max_attempts=count("SEMANTICKV_MAX_ATTEMPTS", cls.max_attempts),
+            breaker_faults=count("SEMANTICKV_BREAKER_FAULTS", cls.breaker_faults),
+            breaker_s=number("SEMANTICKV_BREAKER_SECONDS", cls.breaker_s),
+            breaker_max_s=number("SEMANTICKV_BREAKER_MAX_SECONDS", cls.breaker_max_s),
             trace=read_flag("SEMANTICKV_TRACE", True, environ),
             trace_dir=text("SEMANTICKV_TRACE_OUTPUT_DIR", cls.trace_dir),
             trace_file_mb=number("SEMANTICKV_TRACE_FILE_MB", cls.trace_file_mb),

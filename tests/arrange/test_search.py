@@ -21,7 +21,7 @@ KEEPS = st.just(OrderLimits()) | st.builds(
 @pytest.mark.parametrize("limits", [(1_500, 16, 300), (12, 2, 9)], ids=["as shipped", "cut short"])
 def test_every_order_is_that_of_the_plain_search(limits, history, asked, keep, exact_size):
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in zip(("MOST_LOOKS", "MOST_HOLDERS", "MOST_PAIRS"), limits, strict=True):
+        for name, value in zip(("MAX_LOOKS", "MAX_HOLDERS", "MAX_PAIRS"), limits, strict=True):
             patch.setattr(search, name, value)
             patch.setattr(plain_search, name, value)
         # Sizes of some passages are equal and of one 0: ties are broken as before.

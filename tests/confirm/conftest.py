@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,24 +57,24 @@ def one_event_of_each_kind() -> dict[EventKind, Event]:
     spans = (Span("req-1", 0, 20, 64, 3), Span("req-0", 5, 90, 8, 1))
     made = (
         events.donor_registered(
-            "req-1", DIGEST, 512, 3, blocks=32, request_id="req-1", engine="vllm", time_unix_s=TIME
+            "req-1", DIGEST, 512, 3, blocks=32, request_id="req-1", engine="vllm"
         ),
-        events.donor_evicted("req-1", 3, "engine", engine="vllm", time_unix_s=TIME),
+        events.donor_evicted("req-1", 3, "engine", engine="vllm"),
         events.lookup(
             "req-2", 100, 7, 2, 0.4125, exact_tokens=10, reusable_tokens=72, donor_ids=("req-1", "req-0"),
-            similarity=0.967, engine="vllm", time_unix_s=TIME,
+            similarity=0.967, engine="vllm",
         ),
         events.reuse_planned(
-            "req-2", spans, 72, prompt_tokens=100, exact_tokens=10, saving_ms=12.5, engine="vllm", time_unix_s=TIME
+            "req-2", spans, 72, prompt_tokens=100, exact_tokens=10, saving_ms=12.5, engine="vllm"
         ),
         events.reuse_declined(
-            "req-2", DeclineReason.BELOW_BREAK_EVEN, "saves 3 ms, costs 5 ms", engine="vllm", time_unix_s=TIME
+            "req-2", DeclineReason.BELOW_BREAK_EVEN, "saves 3 ms, costs 5 ms", engine="vllm"
         ),
-        events.reuse_confirmed(receipt_with(), time_unix_s=TIME),
-        events.fallback("req-2", DeclineReason.STALE, "donor replaced", engine="vllm", time_unix_s=TIME),
-        events.error("store", "disk full", "req-2", engine="vllm", time_unix_s=TIME),
+        events.reuse_confirmed(receipt_with()),
+        events.fallback("req-2", DeclineReason.STALE, "donor replaced", engine="vllm"),
+        events.error("store", "disk full", "req-2", engine="vllm"),
     )  # fmt: skip
-    return {event.kind: event for event in made}
+    return {event.kind: replace(event, time_unix_s=TIME) for event in made}
 
 
 @pytest.fixture(scope="session")

@@ -93,10 +93,9 @@ def test_the_words_for_evictions_are_the_same_everywhere() -> None:
     assert get_args(EvictionReason) == EVICTION_REASONS
 
 
-def test_time_is_taken_when_none_is_given() -> None:
+def test_an_event_knows_when_it_was_made() -> None:
     event = events.error("store", "disk full")
     assert event.time_unix_s > 1.7e9
-    assert events.error("store", "disk full", time_unix_s=2.0).time_unix_s == 2.0
 
 
 def test_unknown_values_are_left_out_not_written_as_zero() -> None:

@@ -164,7 +164,7 @@ def test_no_id_or_message_can_break_or_imitate_a_line(request_id: str, donor_id:
             assert line.isascii()
             if engine in ("vllm", "sglang"):
                 keys = re.findall(r"(\w+)=", line)
-                plain = format_line(events.Event(event.kind, 0.0, "r", "", {**event.fields, "donor_id": "d"}), engine)
+                plain = format_line(events.Event(event.kind, {**event.fields, "donor_id": "d"}, "r"), engine)
                 assert keys == re.findall(r"(\w+)=", plain or "")
     error = format_line(events.error("store", message, request_id), "vllm") or ""
     assert len(error.splitlines()) == 1

@@ -17,8 +17,9 @@ from browser import in_a_browser, read_dom, read_text
 import semblend.explorer
 from semblend import SemBlendConfig
 from semblend.errors import InputError
+from semblend.explorer import server as explorer_server
 from semblend.explorer.app import ExplorerApp
-from semblend.explorer.server import MAX_BODY_BYTES, PAGE_FILES, ExplorerHandler, ExplorerServer
+from semblend.explorer.server import MAX_BODY_BYTES, PAGE_FILES, ExplorerServer
 from semblend.text.tokenization import StableTokenizer
 
 EXAMPLES = json.loads((Path(semblend.explorer.__file__).parent / "examples.json").read_text(encoding="utf-8"))
@@ -50,7 +51,7 @@ class Client:
 def serving(config: SemBlendConfig) -> Iterator[Client]:
     app = ExplorerApp(config, StableTokenizer())
     with ExplorerServer(app, port=0) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield Client(server.server_address[1])
         server.shutdown()
@@ -237,7 +238,7 @@ def test_a_fault_of_ours_is_500_and_the_server_goes_on(ask: Client, monkeypatch:
     def broken(self: ExplorerApp) -> dict[str, Any]:
         raise RuntimeError("oh")
 
-    monkeypatch.setitem(ExplorerHandler.GET, "/api/stats", broken)
+    monkeypatch.setitem(explorer_server.GET, "/api/stats", broken)
     status, answer = ask("GET", "/api/stats")
     assert status == 500
     assert "RuntimeError" in answer["error"]
@@ -283,7 +284,7 @@ def test_broken_headers_are_refused_in_json_and_not_by_a_fault(ask: Client) -> N
         assert 400 <= status < 500
         assert json.loads(content)["error"]
     status, content, _ = ask.raw("PUT", "/api/donors")
-    assert status == 501
+    assert status == 405
     assert json.loads(content)["error"]
 
 

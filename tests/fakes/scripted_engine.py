@@ -158,7 +158,7 @@ class ScriptedEngine:
 
     async def start(self) -> None:
         """Listen; after `stop`, on the same port again."""
-        self._server = await asyncio.start_server(self._serve, self.host, self.port, ssl=self.tls)
+        self._server = await asyncio.start_server(self._serve, self.host, self.port, ssl=self.tls, backlog=2048)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:

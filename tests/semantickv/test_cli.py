@@ -166,7 +166,7 @@ def test_a_router_says_at_its_start_what_it_takes_its_engines_for(
 ) -> None:
     monkeypatch.setenv("SEMANTICKV_ENGINE_REUSE", variable)
     monkeypatch.setattr(
-        "semantickv.apps.run_server.run_server", lambda app, *_, announce, **__: announce("http://127.0.0.1:1") or 0
+        "semblend.http.server.run_server", lambda app, *_, announce, **__: announce("http://127.0.0.1:1") or 0
     )
     assert main([*STARTS[command], *flags]) == 0
     captured = capsys.readouterr()
@@ -179,7 +179,7 @@ def test_a_router_that_looks_at_no_passages_does_not_speak_of_them(
     monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     monkeypatch.setattr(
-        "semantickv.apps.run_server.run_server", lambda app, *_, announce, **__: announce("http://127.0.0.1:1") or 0
+        "semblend.http.server.run_server", lambda app, *_, announce, **__: announce("http://127.0.0.1:1") or 0
     )
     assert main([*STARTS["router"], "--policy", "cache_aware"]) == 0
     assert "engines are taken" not in capsys.readouterr().err

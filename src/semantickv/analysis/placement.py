@@ -14,8 +14,7 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from semantickv.edge.addresses import EngineAddress
-from semantickv.edge.pool import ConnectionPool
+from semantickv.edge.upstream_call import EngineAddress, Upstream
 from semantickv.routing.fingerprint import PromptPieces
 from semantickv.routing.locality import ReplicaMemory
 from semantickv.routing.policies import POLICIES
@@ -64,7 +63,7 @@ def place_trace(
     reuse: EngineReuse = EngineReuse.SPANS,
 ) -> PlacementResult:
     """Send a trace through one policy, ``speed`` times as fast as it was recorded, to engines with this ``reuse``."""
-    pool = ConnectionPool(EngineAddress("http", "nowhere", 1))  # never connected: requests end where they are placed
+    pool = Upstream(EngineAddress("http", "nowhere", 1))  # never connected: requests end where they are placed
     router = Router([Replica(f"r{n}", pool, ReplicaMemory(cache_tokens)) for n in range(replicas)], policy, reuse=reuse)
     caches = {replica.id: ReplicaMemory(cache_tokens) for replica in router.replicas}
     homes: defaultdict[int, set[str]] = defaultdict(set)
@@ -126,7 +125,8 @@ class _Clock:
         while self._events and self._events[0][0] <= now_s:
             _, _, is_end, decision = heapq.heappop(self._events)
             if is_end:
-                self._router.end(decision, None, had_first_byte=True)
+                self._router.end(decision, had_first_byte=True)
+                decision.replica.note_end(None)
             else:
                 self._router.note_first_byte(decision)
 

@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse
 
 from semantickv.analysis.experiments import SIX, Experiment, load_experiment, run_experiment
 from semantickv.analysis.live_simulation import LiveSimulation
-from semantickv.apps.lazy import LazyApp
+from semantickv.apps.proxy import LazyApp
 from semantickv.apps.simulation_bodies import (
     BlockReply,
     ErrorReply,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from semantickv.apps.build import build_proxy
-from semantickv.apps.lazy import LazyApp
+from semantickv.apps.proxy import LazyApp
 from semantickv.settings import EdgeSettings
 
 app = LazyApp(lambda: build_proxy(EdgeSettings.read()))

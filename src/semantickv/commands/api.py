@@ -23,8 +23,8 @@ def run(args: argparse.Namespace) -> int:
     """Serve the simulator: POST /v1/simulate/request and the rest; /docs lists all paths. The server has no tenants and
     no keys, and whoever reaches it shares one simulated cache: keep it on your own machine.
     """
-    from semantickv.apps.run_server import run_server
     from semantickv.apps.simulation_api import build_api
+    from semblend.http.server import run_server
 
     settings = ApiSettings.read()
     settings = replace(

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from semantickv import settings
 from semantickv.engine_state.subscriber import EventSource
-from semantickv.traces.collecting_proxy import CollectingProxy
 from semantickv.traces.collection import Collector
 from semantickv.traces.kv_events import EventCollector
 from semantickv.traces.segmentation import Classifier, Segmenter, load_rules
@@ -92,17 +91,23 @@ def _listen(args: argparse.Namespace, collector: EventCollector) -> None:
 
 def _run_proxy(args: argparse.Namespace, upstream: str, collector: Collector) -> None:
     """Run the recording proxy until the wanted number of requests or Ctrl-C."""
+    from semantickv.apps.collecting import CollectingApp
+    from semblend.http.server import HttpServer, run_server
+
     timeout_s = settings.read_number("SEMANTICKV_PROXY_TIMEOUT_SECONDS", 600.0)
-    server = CollectingProxy(upstream, collector, host=args.host, port=args.port, timeout_s=timeout_s)
-    say(f"listening on {server.address}, forwarding to {upstream}; stop with Ctrl-C")
-    server.timeout = 0.2
-    try:
-        while args.requests is None or collector.writer.written < args.requests:
-            server.handle_request()  # one thread each; the timeout lets the count be looked at
-    except KeyboardInterrupt:
-        say("stopping")
-    finally:
-        server.server_close()
+    app = CollectingApp(upstream, collector, timeout_s=timeout_s)
+
+    def stop_when_enough(server: HttpServer) -> None:
+        def look() -> None:
+            if args.requests is not None and collector.writer.written >= args.requests:
+                server.stop()
+
+        app.on_recorded = look
+
+    def announce(url: str) -> None:
+        say(f"listening on {url}, forwarding to {upstream}; stop with Ctrl-C")
+
+    run_server(app, args.host, args.port, announce=announce, drain_s=5, date_header=False, on_start=stop_when_enough)
 
 
 def _choose_path(args: argparse.Namespace) -> Path:

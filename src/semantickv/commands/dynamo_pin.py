@@ -24,14 +24,13 @@ def run(args: argparse.Namespace) -> int:
     loads and KV events should count, run dynamo-router instead.
     """
     from semantickv.apps.dynamo_pin import PinGateway
-    from semantickv.apps.run_server import run_server
-    from semantickv.edge.addresses import EngineAddress
-    from semantickv.edge.pool import ConnectionPool
+    from semantickv.edge.upstream_call import EngineAddress, Upstream
     from semantickv.routing.router import EngineReuse
     from semantickv.routing.worker_evidence import WorkerEvidence
+    from semblend.http.server import run_server
 
     settings = EdgeSettings.read()
-    pool = ConnectionPool(EngineAddress.parse(args.frontend), connect_timeout_s=settings.connect_timeout_s)
+    pool = Upstream(EngineAddress.parse(args.frontend), connect_timeout_s=settings.connect_timeout_s)
     reuse = EngineReuse.parse(args.engine_reuse or settings.engine_reuse)
     evidence = WorkerEvidence(settings.max_tracked_tokens, reuse=reuse)
     app = PinGateway(settings, pool, evidence, args.endpoint.removeprefix("dyn://"))
@@ -41,4 +40,4 @@ def run(args: argparse.Namespace) -> int:
         say(f"pinning on {url}, in front of {pool.address.url}; stop with Ctrl-C")
         say(reuse.describe())
 
-    return run_server(app, args.host, args.port, announce=announce, drain_s=args.drain, tls=tls)
+    return run_server(app, args.host, args.port, announce=announce, drain_s=args.drain, tls=tls, date_header=False)

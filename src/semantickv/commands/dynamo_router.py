@@ -12,7 +12,7 @@ from semblend.cli.output import say
 
 if TYPE_CHECKING:
     from semantickv.routing.worker_evidence import WorkerEvidence
-    from semantickv.shared_state.evidence_exchange import SharedEvidence
+    from semantickv.shared_state.evidence_sync import SharedEvidence
 
 
 def add(commands: Commands) -> None:
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     from semantickv.routing.fingerprint import load_cutter
     from semantickv.routing.router import EngineReuse
     from semantickv.routing.worker_evidence import WorkerEvidence
-    from semantickv.shared_state.open_link import open_link
+    from semantickv.shared_state import open_link
     from semblend.integration.dynamo.serve import RouterOptions, read_version, run_router
 
     options = RouterOptions(args.model_name, args.model_path, args.endpoint.removeprefix("dyn://"), args.block_size)
@@ -48,11 +48,11 @@ def run(args: argparse.Namespace) -> int:
     if link is None:
         run_router(options, evidence)
     else:
-        run_router(options, link.exchange, link)
+        run_router(options, link.sync, link)
     return 0
 
 
 def _share(evidence: WorkerEvidence) -> SharedEvidence:
-    from semantickv.shared_state.evidence_exchange import SharedEvidence
+    from semantickv.shared_state.evidence_sync import SharedEvidence
 
     return SharedEvidence(evidence)

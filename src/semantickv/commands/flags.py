@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from semantickv.apps.tls import TlsFiles
 from semantickv.settings import EdgeSettings
 from semblend.errors import InputError
+from semblend.http.server import TlsFiles
 
 
 def add_listen_flags(parser: argparse.ArgumentParser, *, port: int) -> None:
@@ -44,6 +44,33 @@ def add_engine_reuse_flag(parser: argparse.ArgumentParser) -> None:
         help="what the engines reuse: spans, equal passages anywhere (engines with semblend in them), or prefix, equal "
         "beginnings only (stock vLLM, SGLang and others) (default: SEMANTICKV_ENGINE_REUSE, else spans)",
     )
+
+
+_FAULT_FLAGS = {
+    "health_s": ("--health-seconds", float, "SECONDS", "time between two health checks of a replica (default: 5)"),
+    "health_timeout_s": ("--health-timeout", float, "SECONDS", "time that a health check may take (default: 2)"),
+    "health_failures": ("--health-failures", int, "N", "failed checks in a row that take a replica out (default: 2)"),
+    "hang_s": ("--hang-seconds", float, "SECONDS", "time without any answer that takes a replica out (default: 10)"),
+    "max_attempts": ("--max-attempts", int, "N", "replicas that a request is sent to before it fails (default: 3)"),
+    "breaker_faults": ("--breaker-faults", int, "N", "faults in a row after which a replica pauses (default: 3)"),
+    "breaker_s": ("--breaker-seconds", float, "SECONDS", "its first pause, doubled after failed trials (default: 1)"),
+    "breaker_max_s": ("--breaker-max-seconds", float, "SECONDS", "its longest pause (default: 60)"),
+}
+
+
+def add_fault_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare when a replica is taken out, and how often a request is tried; each stands in for its variable."""
+    for name, (flag, kind, word, text) in _FAULT_FLAGS.items():
+        parser.add_argument(flag, dest=name, type=kind, metavar=word, help=text)
+
+
+def apply_fault_flags(settings: EdgeSettings, args: argparse.Namespace) -> EdgeSettings:
+    """Return the settings with the limits that flags name."""
+    given = {name: getattr(args, name) for name in _FAULT_FLAGS if getattr(args, name) is not None}
+    for name, value in given.items():
+        if not value > 0:
+            raise InputError(f"{_FAULT_FLAGS[name][0]} {value} is too small", hint="a number above 0")
+    return replace(settings, **given)
 
 
 def read_tls(args: argparse.Namespace) -> TlsFiles | None:

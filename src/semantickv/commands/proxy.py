@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     variable; flags stand in for the common ones.
     """
     from semantickv.apps.build import build_proxy
-    from semantickv.apps.run_server import run_server
+    from semblend.http.server import run_server
 
     settings = apply_trace_flags(EdgeSettings.read(), args)
     settings = replace(settings, upstream=args.upstream or settings.upstream)
@@ -39,4 +39,4 @@ def run(args: argparse.Namespace) -> int:
     def announce(url: str) -> None:
         say(f"proxy on {url}, forwarding to {settings.upstream}; stop with Ctrl-C")
 
-    return run_server(app, args.host, args.port, announce=announce, drain_s=args.drain, tls=tls)
+    return run_server(app, args.host, args.port, announce=announce, drain_s=args.drain, tls=tls, date_header=False)

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 from semantickv.commands.flags import (
     add_engine_reuse_flag,
+    add_fault_flags,
     add_serve_flags,
+    apply_fault_flags,
     apply_trace_flags,
     read_tls,
 )
@@ -35,12 +37,18 @@ def add(commands: Commands) -> None:
         help="addresses of the engines, separated by commas (default: SEMANTICKV_REPLICAS)",
     )
     flag(
+        "--replicas-file",
+        metavar="FILE",
+        help="file with one engine a line, followed while the router runs (default: SEMANTICKV_REPLICAS_FILE)",
+    )
+    flag(
         "--policy",
         metavar="NAME",
         help="how to choose: round_robin, least_loaded, prefix_hash, cache_aware or semantic_locality",
     )
     add_engine_reuse_flag(parser)
     add_serve_flags(parser, port=8020)
+    add_fault_flags(parser)
     flag("--demo", action="store_true", help="compare the policies on made-up traffic, and end")
     flag("--demo-replicas", type=int, default=4, metavar="N", help="engines of --demo")
     flag("--seed", type=int, default=11, metavar="N", help="seed of the traffic of --demo")
@@ -55,13 +63,14 @@ def run(args: argparse.Namespace) -> int:
     if args.demo:
         return _run_demo(args)
     from semantickv.apps.build import build_router
-    from semantickv.apps.run_server import run_server
+    from semblend.http.server import run_server
 
-    settings = apply_trace_flags(EdgeSettings.read(), args)
+    settings = apply_fault_flags(apply_trace_flags(EdgeSettings.read(), args), args)
     named = tuple(one.strip() for one in (args.replicas or "").split(",") if one.strip())
     settings = replace(
         settings,
         replicas=named or settings.replicas,
+        replicas_file=args.replicas_file or settings.replicas_file,
         policy=args.policy or settings.policy,
         engine_reuse=args.engine_reuse or settings.engine_reuse,
     )
@@ -69,11 +78,11 @@ def run(args: argparse.Namespace) -> int:
     tls = read_tls(args)
 
     def announce(url: str) -> None:
-        say(f"router on {url}, {settings.policy} over {len(settings.replicas)} replicas; stop with Ctrl-C")
+        say(f"router on {url}, {settings.policy} over {len(app.router.replicas)} replicas; stop with Ctrl-C")
         if app.router.policy == "semantic_locality":  # the others look at equal beginnings, or at no prompt
             say(app.router.reuse.describe())
 
-    return run_server(app, args.host, args.port, announce=announce, drain_s=args.drain, tls=tls)
+    return run_server(app, args.host, args.port, announce=announce, drain_s=args.drain, tls=tls, date_header=False)
 
 
 def _run_demo(args: argparse.Namespace) -> int:

@@ -6,9 +6,8 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from semantickv.edge.exchange import CLIENT_LEFT
-from semantickv.edge.faults import Fault
 from semantickv.edge.headers import RawHeaders, find_header
+from semantickv.edge.upstream_call import CLIENT_LEFT, Fault
 from semblend.wire.errors import ApiError
 
 if TYPE_CHECKING:

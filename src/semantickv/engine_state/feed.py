@@ -15,9 +15,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from semantickv.edge.exchange import EngineTimeouts, OutgoingRequest, fetch
-from semantickv.edge.faults import Fault
 from semantickv.edge.headers import RawHeaders
+from semantickv.edge.upstream_call import Fault, OutgoingRequest, fetch
 from semantickv.engine_state.blocks import BlockChange, EngineBlocks, list_marks, split_event, start_chain
 from semantickv.engine_state.events import AllBlocksCleared, KvEvent
 from semantickv.engine_state.held_prompts import HeldPrompts
@@ -36,7 +35,7 @@ MOST_REMEMBERED_TOKENS = 8_000_000
 SLICE_BLOCKS = 256
 """After so many blocks the event loop may do something else: less than half a millisecond."""
 SLICE_TOKENS = 1024
-TIMEOUTS = EngineTimeouts(answer_s=10.0, silence_s=10.0)
+TOKENIZE_S = 10.0
 _ASKED = ("model", "messages", "prompt", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt",
           "continue_final_message", "add_special_tokens", "reasoning_effort", "tool_choice")  # fmt: skip
 
@@ -113,6 +112,20 @@ class EngineFeeds:
         self._tokens: OrderedDict[int, tuple[int, ...]] = OrderedDict()
         self._remembered = 0
         self._early: deque[ServedPrompt] = deque(maxlen=MOST_EARLY)
+        self._group: asyncio.TaskGroup | None = None
+        self._listening: dict[str, asyncio.Task[None]] = {}
+
+    def add(self, feed: ReplicaFeed) -> None:
+        """Listen to one more replica, from now on."""
+        self.feeds[feed.replica.id] = feed
+        if self._group is not None:
+            self._listening[feed.replica.id] = self._group.create_task(self._listen(feed))
+
+    def remove(self, name: str) -> None:
+        """Listen to a replica no more."""
+        self.feeds.pop(name, None)
+        if (task := self._listening.pop(name, None)) is not None:
+            task.cancel()
 
     def note_served(self, prompt: ServedPrompt) -> None:
         """Take a prompt that was answered whole. One that is linked already costs nothing."""
@@ -126,10 +139,10 @@ class EngineFeeds:
 
     async def run(self) -> None:
         """Listen to every engine, and tokenize what was served."""
-        async with asyncio.TaskGroup() as group:
-            for feed in self.feeds.values():
-                group.create_task(self._listen(feed))
-            group.create_task(self._tokenize_all())
+        async with asyncio.TaskGroup() as self._group:
+            for feed in list(self.feeds.values()):
+                self.add(feed)
+            self._group.create_task(self._tokenize_all())
 
     async def _listen(self, feed: ReplicaFeed) -> None:
         """Listen to one engine for ever; an address that cannot be reached as it is written is tried again."""
@@ -145,6 +158,8 @@ class EngineFeeds:
         while True:
             prompt = await self._next_prompt()
             tokens = self._tokens.get(prompt.id) or await self._tokenize(prompt)
+            if prompt.replica.id not in self.feeds:
+                continue  # it was removed meanwhile
             if tokens and self.feeds[prompt.replica.id].blocks.block_size:
                 await self._link(prompt, tokens)
             elif tokens:
@@ -154,7 +169,8 @@ class EngineFeeds:
         """Wait for a prompt: one whose replica has spoken meanwhile, or a new one."""
         while True:
             for prompt in self._early:
-                if self.feeds[prompt.replica.id].blocks.block_size:
+                feed = self.feeds.get(prompt.replica.id)
+                if feed is None or feed.blocks.block_size:
                     self._early.remove(prompt)
                     return prompt
             try:
@@ -179,7 +195,7 @@ class EngineFeeds:
 
     async def _link(self, prompt: ServedPrompt, tokens: tuple[int, ...]) -> None:
         """Link the prompt where it was served, and wherever its first block is held."""
-        for feed in self.feeds.values():
+        for feed in list(self.feeds.values()):
             size = feed.blocks.block_size
             is_home = feed.replica is prompt.replica
             if not size or feed.held.knows(prompt.id) or not (is_home or prompt.learns):
@@ -207,7 +223,7 @@ async def ask_tokens(prompt: ServedPrompt) -> tuple[int, ...]:
     if prompt.authorization:
         headers = [*headers, (b"authorization", prompt.authorization)]
     request = OutgoingRequest("POST", "/tokenize", headers, json.dumps(fields).encode())
-    answer = await fetch(prompt.replica.pool, request, TIMEOUTS, most_bytes=MOST_ANSWER_BYTES)
+    answer = await fetch(prompt.replica.pool, request, TOKENIZE_S, max_bytes=MOST_ANSWER_BYTES)
     if isinstance(answer, Fault) or answer.status != 200:
         return ()
     try:

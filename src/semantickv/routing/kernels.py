@@ -11,9 +11,11 @@ from semantickv.routing.pieces import (
     CUT_SHIFT,
     LAST_FACTOR,
     LEAST_PIECE_BYTES,
+    MAX_PIECE_BYTES,
     WORD_FACTOR,
     Cuts,
     make_gear,
+    split_long,
 )
 from semblend.fingerprint.kernels import COMPILED as COMPILED
 from semblend.fingerprint.kernels import njit
@@ -23,7 +25,7 @@ _WORD, _LAST, _CHAIN = np.uint64(WORD_FACTOR), np.uint64(LAST_FACTOR), np.uint64
 _S29, _S32, _ONE, _SEVEN, _EIGHT = np.uint64(29), np.uint64(32), np.uint64(1), np.uint64(7), np.uint64(8)
 
 
-@njit()
+@njit(nogil=True)
 def _find_cuts(data, ends, gear, cuts):
     """Write where pieces end, and return how many there are. ``ends`` is ascending, the last one is the length."""
     rolling = np.uint32(0)
@@ -47,7 +49,7 @@ def _find_cuts(data, ends, gear, cuts):
     return count
 
 
-@njit()
+@njit(nogil=True)
 def _hash_pieces(data, cuts, seed, words, hashes, chains):
     """Hash each piece and everything up to its end. A piece is copied to ``words``: there its words are aligned.
 
@@ -83,6 +85,8 @@ def cut_compiled(data: bytes, ends: Sequence[int], seed: int) -> Cuts:
     array, words = np.frombuffer(data, np.uint8), np.empty(len(data) // 8 + 1, np.uint64)
     cuts = np.empty(len(data) // LEAST_PIECE_BYTES + len(ends) + 1, np.int64)
     cuts = cuts[: _find_cuts(array, np.asarray(ends, np.int64), make_gear(), cuts)]
+    if np.diff(cuts, prepend=0).max() > MAX_PIECE_BYTES:
+        cuts = np.array(split_long(cuts.tolist()), np.int64)
     hashes, chains = np.empty(len(cuts), np.uint64), np.empty(len(cuts), np.uint64)
     _hash_pieces(array, cuts, np.uint64(seed), words, hashes, chains)
     return cuts.tolist(), hashes.tolist(), chains.tolist()

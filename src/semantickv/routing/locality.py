@@ -45,10 +45,11 @@ class ReplicaMemory:
         self._index: HolderIndex | None = None
         self._row = 0
 
-    def join(self, index: HolderIndex, row: int) -> None:
-        """Tell an index of many replicas what is held here, from now on."""
+    def join(self, index: HolderIndex | None, row: int) -> None:
+        """Tell an index of many replicas what is held here, from now on; None: tell nobody any more."""
         self._index, self._row = index, row
-        for key in self._seen:
+        for key in self._seen if index is not None else ():
+            assert index is not None
             index.add(key, row)
 
     def __len__(self) -> int:

@@ -17,6 +17,8 @@ import numpy.typing as npt
 CUT_SHIFT = 23
 """A cut where the upper 9 of 32 bits are 0: every 512 bytes on average, 128 tokens."""
 LEAST_PIECE_BYTES = 32
+MAX_PIECE_BYTES = 8192
+"""Text that repeats itself is never rare: it is cut after so many bytes, or a table of zeros would be one piece."""
 WORD_FACTOR = 0xBF58476D1CE4E5B9
 LAST_FACTOR = 0x94D049BB133111EB
 CHAIN_FACTOR = 0x9E3779B97F4A7C15
@@ -35,13 +37,28 @@ def make_gear() -> npt.NDArray[np.uint32]:
 
 def cut_plainly(data: bytes, ends: Sequence[int], seed: int) -> Cuts:
     """Cut ``data`` where its content says so and at ``ends`` (ascending, the last one its length)."""
-    cuts = sorted({*_find_cuts(np.frombuffer(data, np.uint8)).tolist(), *ends})
+    cuts = split_long(sorted({*_find_cuts(np.frombuffer(data, np.uint8)).tolist(), *ends}))
     hashes = [hash_piece(data[start:end], seed) for start, end in zip([0, *cuts[:-1]], cuts, strict=True)]
     chains, chain = [], 0
     for value in hashes:
         chain = ((chain ^ value) * CHAIN_FACTOR + 1) & _MASK
         chains.append(chain)
     return cuts, hashes, chains
+
+
+def split_long(cuts: Sequence[int]) -> list[int]:
+    """Cut pieces that are too long, each from its own beginning.
+
+    >>> split_long([100, 100 + 2 * MAX_PIECE_BYTES + 1])
+    [100, 8292, 16484, 16485]
+    """
+    found: list[int] = []
+    start = 0
+    for end in cuts:
+        found += range(start + MAX_PIECE_BYTES, end, MAX_PIECE_BYTES)
+        found.append(end)
+        start = end
+    return found
 
 
 def hash_piece(piece: bytes, seed: int) -> int:

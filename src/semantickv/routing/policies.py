@@ -4,7 +4,8 @@ A standing may also hold a column of numbers for each fact, a row a replica: a p
 
 The two that follow caches count in tokens: what waits on a replica already, plus what it would have to compute of this
 prompt, which weighs eight times as much. So a replica with the prompt in its cache wins until eight times the work that
-the cache saves waits there: a token computed a second time delays everyone, and takes the room of another one.
+the cache saves waits there: a token computed a second time delays everyone, and takes the room of another one. What a
+replica that is measured to be slow has to do counts by its own time.
 """
 
 from __future__ import annotations
@@ -34,19 +35,24 @@ class Standing:
     prefix_tokens: Numbers
     any_tokens: Numbers
     hash_rank: Numbers
+    slowness: Numbers = 1.0
+    """Times as slow as the fastest replica."""
+
+    def _cost(self, new: Numbers) -> Numbers:
+        """Tokens that wait and tokens to compute, in tokens of the fastest replica's time."""
+        new = new * (new > 0)
+        return self.slowness * (self.waiting_tokens + new) + (WORK_WEIGHT - 1) * new
 
     @property
     def cost_after_prefix(self) -> Numbers:
         """What placing the request here costs, in tokens that wait, if only its beginning is reused."""
-        new = self.prompt_tokens - self.prefix_tokens
-        return self.waiting_tokens + WORK_WEIGHT * (new * (new > 0))
+        return self._cost(self.prompt_tokens - self.prefix_tokens)
 
     @property
     def cost_after_any(self) -> Numbers:
         """The same, if equal passages are reused wherever they stand."""
         more = self.any_tokens - self.prefix_tokens
-        new = self.prompt_tokens - self.prefix_tokens - more * (more > 0)
-        return self.waiting_tokens + WORK_WEIGHT * (new * (new > 0))
+        return self._cost(self.prompt_tokens - self.prefix_tokens - more * (more > 0))
 
 
 Priority = tuple[Numbers, ...]

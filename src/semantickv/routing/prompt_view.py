@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import orjson
 
-from semantickv.edge.parsing import load_json
 from semblend.wire.errors import ApiError
 from semblend.wire.json_limits import JsonLimits, JsonMeter
 
 MOST_BYTES = 4 << 20
 """Longer bodies are not parsed: that would hold up everyone else for 25 ms and more."""
+PROMPT_PATHS = ("/v1/chat/completions", "/v1/completions")
 LONG_TEXT = 1024
 """Characters from which a user's text counts as material rather than as a question."""
 PLAIN_BYTES = 64 << 10
@@ -135,3 +136,19 @@ def _read_message(message: Mapping[str, Any]) -> PromptPart:
 
 def _encode(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
+
+
+def load_json(data: bytes) -> Any:
+    """Parse JSON; `ValueError` or `RecursionError` where it is none.
+
+    orjson takes a third of Python's time and has no slow case: 64 KiB of anything take 1.3 ms at most. (msgspec is as
+    fast on prompts, and takes 300 ms for 64 KiB of ``1.5e300,``.) Where orjson is stricter, Python decides: NaN, half
+    of a surrogate pair. Integers beyond 64 bits come back as floats.
+
+    >>> load_json(b'{"a": NaN}')
+    {'a': nan}
+    """
+    try:
+        return orjson.loads(data)
+    except ValueError:
+        return json.loads(data)

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import OrderedDict
+import time
+from collections import OrderedDict, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
 
-from semantickv.edge.faults import Fault
 from semantickv.routing.fingerprint import NO_PIECES, PromptPieces
 from semantickv.routing.holders import Column, HolderIndex
 from semantickv.routing.locality import NO_OVERLAP, Overlap
@@ -38,6 +38,13 @@ RECENT_PLACED = 16
 thousand replicas: all new prompts went to the few that had their first lines (decisions/placement.md)."""
 MANY_REPLICAS = 24
 """From so many on, replicas are compared by columns."""
+KEPT_RATES = 128
+"""Measured speeds of the whole fleet that say how long an answer may take to begin."""
+MIN_RATE_TOKENS = 256
+"""A shorter prompt counts as this long: a request has a cost of its own."""
+COMPARE_EVERY = 8
+MIN_SLOWNESS, MAX_SLOWNESS = 2.0, 16.0
+OVERDUE_S = 1.0
 LEAST_OVERLAP_TOKENS = 64
 """Less than this in common is chance: a greeting, a role name."""
 
@@ -142,26 +149,87 @@ class Router:
         reuse: EngineReuse = EngineReuse.SPANS,
         keep_sessions: bool = True,
         guard: LoadGuard | None = None,
+        hang_s: float = 10.0,
     ) -> None:
         if not replicas:
             raise ConfigError("there is no replica to route to", hint="SEMANTICKV_REPLICAS=http://a:8101,http://b:8102")
         if policy not in POLICIES:
             raise ConfigError(f"no routing policy {policy!r}", hint="one of " + ", ".join(POLICIES))
-        self.replicas = tuple(replicas)
         self.policy = policy
         self.reuse = reuse
+        self.hang_s = hang_s
         self._keep_sessions = keep_sessions
         self._guard = guard or LoadGuard()
         self._turn = 0
-        self._fading = 1 - 1 / (RECENT_PLACED * len(self.replicas))
         self._homes: OrderedDict[int, Replica] = OrderedDict()
-        self._index: HolderIndex | None = None
+        self._rates: dict[bool, deque[float]] = {True: deque(maxlen=KEPT_RATES), False: deque(maxlen=KEPT_RATES)}
+        self._measured = 0
+        self._set_replicas(replicas)
+
+    def _set_replicas(self, replicas: Sequence[Replica]) -> None:
+        self.replicas = tuple(replicas)
+        self._fading = 1 - 1 / (RECENT_PLACED * len(self.replicas))
         self._row_of = {replica: row for row, replica in enumerate(self.replicas)}
         self._id_hashes = np.array([hash_id(replica.id) for replica in self.replicas], np.uint64)
-        if len(self.replicas) >= MANY_REPLICAS:
-            self._index = HolderIndex(len(self.replicas))
-            for replica, row in self._row_of.items():
-                replica.memory.join(self._index, row)
+        self._index = HolderIndex(len(self.replicas)) if len(self.replicas) >= MANY_REPLICAS else None
+        for replica, row in self._row_of.items():
+            replica.memory.join(self._index, row)
+
+    def add_replica(self, replica: Replica) -> None:
+        """Send requests to this replica too, from now on."""
+        self._set_replicas((*self.replicas, replica))
+
+    def remove_replica(self, replica: Replica) -> None:
+        """Send this replica no more requests; those that run there end there. The last one cannot go."""
+        rest = [one for one in self.replicas if one is not replica]
+        if not rest:
+            raise ConfigError("the last replica cannot be removed", hint="add another one first")
+        self._set_replicas(rest)
+        replica.memory.join(None, 0)
+
+    @property
+    def arranges(self) -> bool:
+        """Whether marked passages are put in a replica's order here."""
+        return self.replicas[0].arranger is not None
+
+    # -- how fast replicas are -----------------------------------------------------------------------------------------
+
+    def note_speed(self, decision: RouteDecision, seconds: float, tokens_ahead: int, is_stream: bool) -> None:
+        """A replica began an answer: it took so long for the tokens that it had to compute first."""
+        replica = decision.replica
+        replica.first_byte_at = time.perf_counter()
+        rate = seconds / max(tokens_ahead, MIN_RATE_TOKENS)
+        self._rates[is_stream].append(rate)
+        (replica.stream_speed if is_stream else replica.whole_speed).add(rate)
+        self._measured += 1
+        if self._measured % COMPARE_EVERY == 0:
+            self._compare_speeds()
+
+    def _compare_speeds(self) -> None:
+        """Say of each replica how slow it is beside the fastest one. Less than twice as slow is chance."""
+        for kind in ("whole_speed", "stream_speed"):  # where both are known, streams tell more of prefill
+            known = [one for one in self.replicas if getattr(one, kind).is_known]
+            if len(known) < 2:
+                continue
+            fastest = min(getattr(one, kind).seconds_per_token for one in known)
+            for one in known:
+                times = getattr(one, kind).seconds_per_token / max(fastest, 1e-9)
+                one.slowness = 1.0 if times < MIN_SLOWNESS else min(times, MAX_SLOWNESS)
+
+    def _expect_s(self, tokens_ahead: int, is_stream: bool) -> float | None:
+        """The longest that an answer took to begin of late, for so many tokens; None where nothing was measured."""
+        rates = self._rates[is_stream] or self._rates[not is_stream]
+        return max(rates) * max(tokens_ahead, MIN_RATE_TOKENS) if rates else None
+
+    def is_overdue(self, waited_s: float, tokens_ahead: int, is_stream: bool) -> bool:
+        """Whether a request has waited much longer for its first byte than others did of late."""
+        expected = self._expect_s(tokens_ahead, is_stream)
+        return expected is not None and waited_s > OVERDUE_S + 2 * expected
+
+    def is_hung(self, silent_s: float, tokens_ahead: int, is_stream: bool) -> bool:
+        """Whether a replica that has begun no answer for so long, although a request waits there, hangs."""
+        expected = self._expect_s(tokens_ahead, is_stream)
+        return expected is not None and silent_s > self.hang_s + 3 * expected
 
     @property
     def needs_pieces(self) -> bool:
@@ -176,6 +244,9 @@ class Router:
         """Choose a replica that was not tried yet. Changes nothing."""
         down = Health.DOWN if len(self.replicas) > 1 else None  # where there is no choice, a slow /health stops nobody
         able = [one for one in self.replicas if one.health is not down and one.breaker.may_pass and one not in tried]
+        if not able:
+            # Breakers never shut everybody out: who answers health checks and does not hang is asked all the same.
+            able = [one for one in self.replicas if one.health is Health.UP and not one.is_hung and one not in tried]
         if not able:
             return NoReplica(len(tried))
         if len(able) == 1:
@@ -258,13 +329,12 @@ class Router:
         """The prompt is computed: what is left is the answer."""
         decision.replica.waiting_tokens -= decision.new_tokens
 
-    def end(self, decision: RouteDecision, fault: Fault | None, *, had_first_byte: bool) -> None:
-        """Take a request off its replica."""
+    def end(self, decision: RouteDecision, *, had_first_byte: bool) -> None:
+        """Take a request off its replica. What its end says of the replica is told by `Replica.note_end`."""
         replica = decision.replica
         replica.running -= 1
         if not had_first_byte:
             replica.waiting_tokens -= decision.new_tokens
-        replica.note_end(fault)
 
     @property
     def _ignores_prompts(self) -> bool:

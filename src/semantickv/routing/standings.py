@@ -48,6 +48,7 @@ def describe_replicas(
             prefix_tokens=overlap.prefix_tokens,
             any_tokens=overlap.any_tokens,
             hash_rank=0 if head is None else rank_replica(head, hash_id(replica.id)),
+            slowness=replica.slowness,
         )
         for replica, overlap in zip(replicas, overlaps, strict=True)
     ]
@@ -64,7 +65,8 @@ def describe_columns(
         recent = np.array([replica.recent_requests for replica in replicas])
         waiting += np.rint(RECENT_TOKENS * (recent - recent.min())).astype(np.int64)
     last_turn = np.array([replica.last_turn for replica in replicas])
-    return Standing(running, last_turn, waiting, pieces.total_tokens, prefix, anywhere, ranks)
+    slowness = np.array([replica.slowness for replica in replicas])
+    return Standing(running, last_turn, waiting, pieces.total_tokens, prefix, anywhere, ranks, slowness)
 
 
 def is_new(most_known: int, pieces: PromptPieces) -> bool:
@@ -113,6 +115,7 @@ def pick_row(columns: Standing, row: int) -> Standing:
         prefix_tokens=int(columns.prefix_tokens[row]),
         any_tokens=int(columns.any_tokens[row]),
         hash_rank=int(columns.hash_rank[row]),
+        slowness=float(columns.slowness[row]) if isinstance(columns.slowness, np.ndarray) else columns.slowness,
     )
 
 

@@ -15,6 +15,9 @@ MOST_KEYS = 4096
 Key = Annotated[int, msgspec.Meta(ge=0)]
 """64 bits: msgpack has no larger numbers."""
 Count = Annotated[int, msgspec.Meta(ge=0, le=1_000_000_000)]
+Running = Annotated[int, msgspec.Meta(ge=0, le=100_000)]
+WaitingTokens = Annotated[int, msgspec.Meta(ge=0, le=100_000_000)]
+"""More than one router can have on a replica is not believed, whoever says so."""
 Name = Annotated[str, msgspec.Meta(max_length=64)]
 Keys = Annotated[list[Key], msgspec.Meta(max_length=MOST_KEYS)]
 Counts = Annotated[list[Count], msgspec.Meta(max_length=MOST_KEYS)]
@@ -69,8 +72,8 @@ class Load(msgspec.Struct, frozen=True, tag="load", array_like=True):
     """What this router has on a replica at this moment."""
 
     replica: Name
-    running: Count
-    waiting_tokens: Count
+    running: Running
+    waiting_tokens: WaitingTokens
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello", array_like=True):

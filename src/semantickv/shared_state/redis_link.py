@@ -1,18 +1,21 @@
 """The link to Redis: one stream that all routers of a group write to and read from.
 
-Every entry is bounded, the stream is bounded, and everything expires. An entry that is not ours, or is broken, is
-counted and left out. The link runs beside the requests; all that it can do to them is to bring no news.
+Every entry is bounded, the stream is bounded, and everything expires. Entries are signed with a secret that all routers
+share; one that is not ours, or is broken, is counted and left out. The link runs beside the requests; all that it can
+do to them is to bring no news.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import secrets
 from contextlib import suppress
 from typing import Any, Generic
 
 from semantickv.shared_state.messages import MOST_BYTES, read_messages, write_messages
-from semantickv.shared_state.news import ExchangeT
+from semantickv.shared_state.outbox import SyncT
 from semblend.errors import ConfigError, MissingDependencyError
 
 FLUSH_S = 0.05
@@ -31,16 +34,17 @@ FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
 
 
-class RedisLink(Generic[ExchangeT]):
+class RedisLink(Generic[SyncT]):
     """Runs until cancelled, and connects again for as long as it lives."""
 
-    def __init__(self, url: str, group: str, exchange: ExchangeT) -> None:
-        self.exchange = exchange
+    def __init__(self, url: str, group: str, sync: SyncT, secret: str = "") -> None:
+        self.sync = sync
         self.is_connected = False
-        self.connections = self.failures = self.garbage = 0
+        self.connections = self.failures = self.garbage = self.unsigned = 0
         self.sender = secrets.token_hex(8)
         self._last: str | None = None
         self._is_stopping = False
+        self._secret = hashlib.blake2b(secret.encode(), person=b"semantickv.sign").digest() if secret else b""
         self._key = f"semantickv:{group}:deltas"
         self._redis = _import_redis()
         self._url = url
@@ -75,7 +79,7 @@ class RedisLink(Generic[ExchangeT]):
                 last = await self._find_start(client)
                 self.connections += 1
                 self.is_connected, pause = True, FIRST_PAUSE_S
-                self.exchange.note_joined()
+                self.sync.note_joined()
                 async with asyncio.TaskGroup() as group:
                     group.create_task(self._write(client))
                     group.create_task(self._read(client, last))
@@ -84,7 +88,7 @@ class RedisLink(Generic[ExchangeT]):
             finally:
                 self.is_connected = False
                 await _close(client)
-            self.exchange.update_loads()
+            self.sync.update_loads()
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
@@ -102,9 +106,9 @@ class RedisLink(Generic[ExchangeT]):
         turns = 0
         while not self._is_stopping:
             if turns % round(LOAD_S / FLUSH_S) == 0:
-                self.exchange.update_loads()
-                await self._send(client, self.exchange.list_loads())
-            while messages := self.exchange.list_outgoing(MOST_MESSAGES):
+                self.sync.update_loads()
+                await self._send(client, self.sync.list_loads())
+            while messages := self.sync.list_outgoing(MOST_MESSAGES):
                 await self._send(client, messages)
             turns += 1
             await asyncio.sleep(FLUSH_S)
@@ -117,7 +121,8 @@ class RedisLink(Generic[ExchangeT]):
                     await self._send(client, half)
             return
         pipe = client.pipeline(transaction=False)
-        pipe.xadd(self._key, {"from": self.sender, "news": data}, maxlen=MOST_ENTRIES, approximate=True)
+        entry = {"from": self.sender, "news": data, "sign": self._sign(self.sender.encode(), data)}
+        pipe.xadd(self._key, entry, maxlen=MOST_ENTRIES, approximate=True)
         pipe.expire(self._key, LIFE_S)
         await pipe.execute()
 
@@ -135,18 +140,27 @@ class RedisLink(Generic[ExchangeT]):
         sender, data = (fields or {}).get(b"from"), (fields or {}).get(b"news")
         if not isinstance(sender, bytes) or not isinstance(data, bytes):
             self.garbage += 1
+        elif self._secret and not self._is_signed(sender, data, (fields or {}).get(b"sign")):
+            self.unsigned += 1
         elif sender != self.sender.encode():
             messages = read_messages(data)
             if messages is None:
                 self.garbage += 1
             else:
-                self.exchange.take(sender[:32].decode("latin-1"), messages)
+                self.sync.take(sender[:32].decode("latin-1"), messages)
+
+    def _sign(self, sender: bytes, data: bytes) -> bytes:
+        """The signature of an entry; without a secret it is worth nothing, and nobody asks for it."""
+        return hashlib.blake2b(sender + b"\0" + data, key=self._secret, digest_size=32).digest()
+
+    def _is_signed(self, sender: bytes, data: bytes, sign: Any) -> bool:
+        return isinstance(sign, bytes) and hmac.compare_digest(sign, self._sign(sender, data))
 
     def describe(self) -> dict[str, Any]:
         """Counts for the operator."""
         return {
             "connected": self.is_connected, "connections": self.connections, "failures": self.failures,
-            "garbage": self.garbage, **self.exchange.describe(),
+            "garbage": self.garbage, "unsigned": self.unsigned, **self.sync.describe(),
         }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from semantickv.edge.headers import RawHeaders, find_header
-from semantickv.edge.parsing import load_json
+from semantickv.routing.prompt_view import load_json
 from semantickv.telemetry.record import EngineReceipt
 from semantickv.traces.collection import has_content
 

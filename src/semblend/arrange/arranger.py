@@ -19,7 +19,7 @@ from semblend.arrange.sequence_file import SequenceFile
 from semblend.errors import InputError
 from semblend.prompt import NO_NAMESPACE, Namespace, Prompt
 
-MOST_PASSAGES = 200_000
+MAX_PASSAGES = 200_000
 CHARS_PER_TOKEN = 4
 """Characters of a token of English, about: a cache's size is told in tokens, passages are counted in characters."""
 Passage = str | Prompt
@@ -71,7 +71,7 @@ class Arranger:
         self,
         *,
         count: Callable[[str], int] = len,
-        most_passages: int = MOST_PASSAGES,
+        most_passages: int = MAX_PASSAGES,
         exact_size: int | None = None,
         path: str | Path | None = None,
     ) -> None:

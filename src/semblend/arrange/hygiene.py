@@ -20,22 +20,22 @@ from semblend.errors import InputError
 
 WINDOW_CHARS = 8_192
 """Fields are looked for in so many characters at the beginning of a prompt."""
-MOST_FIELD_CHARS = 256
+MAX_FIELD_CHARS = 256
 LONGEST_LINE_CHARS = 200
 """A line up to this length moves as a whole; of a longer one only the value does."""
 _MARK = "(see the end)"
 HEAD_CHARS = 2 * WINDOW_CHARS
 NEIGHBOURS = 256
 ANCHOR_CHARS = 32
-MOST_ANCHORS = 64
+MAX_ANCHORS = 64
 """As many pieces as a head of prose has; with a sample of 32, 1.5 % of the samples missed a field of 24 prompts."""
 FEW_ANCHORS = 8
-MOST_HOLDERS = 8
-LEAST_BEHIND_CHARS = 512
+MAX_HOLDERS = 8
+MIN_BEHIND_CHARS = 512
 """A field counts where at least so much text behind it is the same: about a hundred tokens."""
-MOST_CANDIDATES = 4_096
-MOST_FIELDS = 8
-LEAST_PROMPTS = 3
+MAX_CANDIDATES = 4_096
+MAX_FIELDS = 8
+MIN_PROMPTS = 3
 BLOCK_CHARS = 128
 """About two of an engine's blocks of sixteen tokens."""
 MOST_BLOCKS = 400_000
@@ -74,7 +74,7 @@ class VolatileField:
     def __post_init__(self) -> None:
         start = _write_pattern(self.before) if self.before else r"\A"
         end = _write_pattern(self.after) if self.after else r"\Z"
-        object.__setattr__(self, "_pattern", re.compile(f"{start}(.{{1,{MOST_FIELD_CHARS}}}?){end}", re.DOTALL))
+        object.__setattr__(self, "_pattern", re.compile(f"{start}(.{{1,{MAX_FIELD_CHARS}}}?){end}", re.DOTALL))
 
     def find(self, prompt: str) -> tuple[int, int] | None:
         """Where the value stands in a prompt, half-open; None where it does not.
@@ -83,7 +83,7 @@ class VolatileField:
         >>> found.find("Today is Sunday. Be kind.")
         (9, 15)
         """
-        match = self._pattern.search(prompt, 0, WINDOW_CHARS + MOST_FIELD_CHARS)
+        match = self._pattern.search(prompt, 0, WINDOW_CHARS + MAX_FIELD_CHARS)
         return None if match is None else match.span(1)
 
 
@@ -147,8 +147,8 @@ class _Candidate:
 def find_volatile_fields(
     prompts: Iterable[str],
     *,
-    most_fields: int = MOST_FIELDS,
-    least_prompts: int = LEAST_PROMPTS,
+    most_fields: int = MAX_FIELDS,
+    least_prompts: int = MIN_PROMPTS,
     chars_per_token: float = CHARS_PER_TOKEN,
 ) -> tuple[VolatileField, ...]:
     """Volatile fields of a log's prompts, from the front to the back, with the gain of moving each.
@@ -182,9 +182,9 @@ def _collect(prompts: Iterable[str]) -> list[_Candidate]:
         if other is not None:
             for start, end, behind in _find_differences(head, other):
                 _note_candidate(candidates, head, start, end, behind)
-        if len(candidates) > MOST_CANDIDATES:
+        if len(candidates) > MAX_CANDIDATES:
             rare = sorted(candidates, key=lambda key: candidates[key].behind_chars)
-            for key in rare[: MOST_CANDIDATES // 2]:
+            for key in rare[: MAX_CANDIDATES // 2]:
                 del candidates[key]
     return list(candidates.values())
 
@@ -212,7 +212,7 @@ class _Neighbours:
     def _add(self, head: str, anchors: tuple[int, ...]) -> None:
         self._heads[self._next] = (head, anchors)
         for anchor in anchors:
-            self._holders.setdefault(anchor, deque(maxlen=MOST_HOLDERS)).append(self._next)
+            self._holders.setdefault(anchor, deque(maxlen=MAX_HOLDERS)).append(self._next)
         self._next += 1
         if len(self._heads) > NEIGHBOURS:
             number, (_, gone) = self._heads.popitem(last=False)
@@ -229,7 +229,7 @@ def _find_anchors(head: str) -> tuple[int, ...]:
         words = head.split()
         starts |= {_hash_text(" ".join(words[at : at + 6])) for at in range(len(words) - 5)}
     # The lowest hashes: the same ones in every prompt that has them.
-    return tuple(heapq.nsmallest(MOST_ANCHORS, starts))
+    return tuple(heapq.nsmallest(MAX_ANCHORS, starts))
 
 
 def _hash_text(text: str) -> int:
@@ -246,7 +246,7 @@ def _find_differences(one: str, other: str) -> Iterator[tuple[int, int, int]]:
             return
         end, other_end = met
         behind = _common(one, end, other, other_end)
-        if behind >= LEAST_BEHIND_CHARS:
+        if behind >= MIN_BEHIND_CHARS:
             start = _widen_left(one, at)
             for first, last in _split_lines(one, start, end, other[there - (at - start) : other_end]):
                 yield first, last, behind
@@ -286,12 +286,12 @@ def _common(one: str, at: int, other: str, there: int) -> int:
 
 def _meet_again(one: str, at: int, other: str, there: int) -> tuple[int, int] | None:
     """Where both go on alike, at the end of a word, within the length of a field."""
-    window = other[there : there + MOST_FIELD_CHARS + ANCHOR_CHARS]
-    for end in range(at, min(at + MOST_FIELD_CHARS, len(one) - ANCHOR_CHARS) + 1):
+    window = other[there : there + MAX_FIELD_CHARS + ANCHOR_CHARS]
+    for end in range(at, min(at + MAX_FIELD_CHARS, len(one) - ANCHOR_CHARS) + 1):
         if one[end] not in _BREAKS and not (end == at and at and one[at - 1] in _BREAKS):
             continue
         found = window.find(one[end : end + ANCHOR_CHARS])
-        if 0 <= found <= MOST_FIELD_CHARS:
+        if 0 <= found <= MAX_FIELD_CHARS:
             return end, there + found
     return None
 

@@ -16,7 +16,7 @@ from semblend.errors import InputError
 TEMPLATE = "[same as passage {number}]"
 TEMPLATE_BY_START = "[same as the passage that begins with “{start}”]"
 """Stays true where passages change places afterwards."""
-LEAST_CHARS = 64
+MIN_CHARS = 64
 _FIELDS = {"number", "start"}
 
 
@@ -66,7 +66,7 @@ def replace_repeats(
     turns: Sequence[Sequence[str]],
     *,
     template: str = TEMPLATE,
-    least_chars: int = LEAST_CHARS,
+    least_chars: int = MIN_CHARS,
     count: Callable[[str], int] = len,
 ) -> Deduplicated:
     """Replace each passage that stands earlier in the same prompt by a reference to it.

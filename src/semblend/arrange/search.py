@@ -10,13 +10,13 @@ from itertools import islice
 from semblend.arrange.memory import Node, Sent, SequenceMemory
 from semblend.arrange.order_limits import PlacementCheck
 
-MOST_LOOKS = 1_500
+MAX_LOOKS = 1_500
 """Branches that the search for the longest path looks at; behind that the best so far is taken."""
-MOST_HOLDERS = 16
+MAX_HOLDERS = 16
 """Of the prompts that hold a passage so many are looked at, the latest first."""
-MOST_SOUGHT = 8
+MAX_SOUGHT = 8
 """So many passages are sought in a prompt one by one; for more of them the prompt is read through."""
-MOST_PAIRS = 300
+MAX_PAIRS = 300
 """Passages times the prompts that are looked at for each: with very many passages, fewer prompts for each."""
 
 
@@ -74,7 +74,7 @@ def find_longest_path(
         return best
     walk, count, is_free = _Walk(keys, sizes, room), len(keys), room.is_free
     stack: list[tuple[int, bytes, Node]] = [(0, b"", root)]  # depth, the step that leads there, the node
-    while stack and looks < MOST_LOOKS:
+    while stack and looks < MAX_LOOKS:
         depth, key, node = stack.pop()
         if 0 < depth <= len(walk.path):
             walk.step_back(depth - 1)
@@ -165,7 +165,7 @@ def rank_by_donors(
 ) -> Mapping[bytes, int]:
     """Passage to its place behind the path: by the prompt that holds most of them, then by the next one."""
     size_of = dict(zip(keys, sizes, strict=True))
-    most = max(1, min(MOST_HOLDERS, MOST_PAIRS // max(len(size_of), 1)))
+    most = max(1, min(MAX_HOLDERS, MAX_PAIRS // max(len(size_of), 1)))
     holders = memory.find_holders(scope)
     held: dict[Sent, list[bytes]] = {}  # what a prompt holds of the passages
     sums: dict[Sent, int] = {}
@@ -221,7 +221,7 @@ def _rank_greedily(
 
 def _put_in_order(few: list[bytes], keys: tuple[bytes, ...]) -> list[bytes]:
     """Keys in the order in which they first stand in a sequence that holds them all."""
-    if len(few) <= MOST_SOUGHT:
+    if len(few) <= MAX_SOUGHT:
         return sorted(few, key=keys.index)
     wanted = set(few)
     return [key for key in dict.fromkeys(keys) if key in wanted]

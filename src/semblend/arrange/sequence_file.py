@@ -24,7 +24,7 @@ log = logging.getLogger("semblend.arrange")
 HEADER = b"semblend.arrange 2\n"
 KEY_BYTES = 16
 LONGEST_ENTRY = 64 << 20
-LEAST_PASSAGES = 1_024
+MIN_PASSAGES = 1_024
 _FRAME = struct.Struct("<II")  # bytes of the entry, their CRC-32
 _COUNTS = struct.Struct("<HHI")  # bytes of owner and scope, passages
 
@@ -38,7 +38,7 @@ class SequenceFile:
 
     def __init__(self, path: str | Path, most_passages: int) -> None:
         self.path = Path(path).expanduser()
-        self._most = max(most_passages, LEAST_PASSAGES)
+        self._most = max(most_passages, MIN_PASSAGES)
         self._file: BinaryIO | None = None
         self._written = 0
         self._guard = self._lock()

@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
@@ -42,15 +42,18 @@ class EventKind(StrEnum):
 class Event:
     """One thing that happened. Make it with the function named after its kind.
 
-    >>> print(error("store", "full", time_unix_s=1.5).to_json_line())
+    >>> print(Event(EventKind.ERROR, {"where": "store", "message": "full"}, time_unix_s=1.5).to_json_line())
     {"schema_version":1,"time_unix_s":1.5,"event":"error","request_id":null,"engine":"","where":"store","message":"full"}
     """
 
     kind: EventKind
-    time_unix_s: float
-    request_id: str | None
-    engine: str
     fields: Mapping[str, Any]
+    request_id: str | None = None
+    engine: str = ""
+    time_unix_s: float = field(default_factory=time.time)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fields", MappingProxyType(self.fields))
 
     def to_dict(self) -> JsonObject:
         """JSON values under the names of the table; a field that is unknown is left out."""
@@ -83,7 +86,6 @@ def donor_registered(
     tier: str | None = None,
     request_id: str | None = None,
     engine: str = "",
-    time_unix_s: float | None = None,
 ) -> Event:
     """A donor can be found from now on."""
     fields = {
@@ -95,7 +97,7 @@ def donor_registered(
         "bytes": bytes_,
         "tier": tier,
     }
-    return _make_event(EventKind.DONOR_REGISTERED, request_id, engine, time_unix_s, fields)
+    return Event(EventKind.DONOR_REGISTERED, fields, request_id, engine)
 
 
 def donor_evicted(
@@ -105,11 +107,10 @@ def donor_evicted(
     *,
     request_id: str | None = None,
     engine: str = "",
-    time_unix_s: float | None = None,
 ) -> Event:
     """A donor is gone."""
     fields = {"donor_id": donor_id, "generation": generation, "reason": reason}
-    return _make_event(EventKind.DONOR_EVICTED, request_id, engine, time_unix_s, fields)
+    return Event(EventKind.DONOR_EVICTED, fields, request_id, engine)
 
 
 def lookup(
@@ -125,7 +126,6 @@ def lookup(
     similarity: float | None = None,
     reason: DeclineReason | None = None,
     engine: str = "",
-    time_unix_s: float | None = None,
 ) -> Event:
     """Donors were searched; ``reason`` is set when no plan came of it."""
     fields = {
@@ -139,7 +139,7 @@ def lookup(
         "similarity": similarity,
         "reason": reason,
     }
-    return _make_event(EventKind.LOOKUP, request_id, engine, time_unix_s, fields)
+    return Event(EventKind.LOOKUP, fields, request_id, engine)
 
 
 def reuse_planned(
@@ -152,7 +152,6 @@ def reuse_planned(
     saving_ms: float | None = None,
     similarity: float | None = None,
     engine: str = "",
-    time_unix_s: float | None = None,
 ) -> Event:
     """A plan went to a backend."""
     fields = {
@@ -163,7 +162,7 @@ def reuse_planned(
         "saving_ms": saving_ms,
         "similarity": similarity,
     }
-    return _make_event(EventKind.REUSE_PLANNED, request_id, engine, time_unix_s, fields)
+    return Event(EventKind.REUSE_PLANNED, fields, request_id, engine)
 
 
 def reuse_declined(
@@ -173,14 +172,13 @@ def reuse_declined(
     *,
     receipt: Receipt | None = None,
     engine: str = "",
-    time_unix_s: float | None = None,
 ) -> Event:
     """The planner said no, or, where there is a ``receipt``, the backend did."""
     fields = {"reason": reason, "detail": detail[:TEXT_LIMIT] or None, "receipt": receipt}
-    return _make_event(EventKind.REUSE_DECLINED, request_id, engine, time_unix_s, fields)
+    return Event(EventKind.REUSE_DECLINED, fields, request_id, engine)
 
 
-def reuse_confirmed(receipt: Receipt, *, time_unix_s: float | None = None) -> Event:
+def reuse_confirmed(receipt: Receipt) -> Event:
     """The backend ran the request on donor KV; a receipt without reuse is refused."""
     if receipt.outcome is not Outcome.BACKEND_MATERIALIZED_REUSE:
         raise ReceiptError(
@@ -188,7 +186,7 @@ def reuse_confirmed(receipt: Receipt, *, time_unix_s: float | None = None) -> Ev
             hint="from_receipt() picks the event that fits a receipt",
         )
     fields = {"receipt": receipt}
-    return _make_event(EventKind.REUSE_CONFIRMED, receipt.request_id, receipt.engine, time_unix_s, fields)
+    return Event(EventKind.REUSE_CONFIRMED, fields, receipt.request_id, receipt.engine)
 
 
 def fallback(
@@ -198,11 +196,10 @@ def fallback(
     *,
     receipt: Receipt | None = None,
     engine: str = "",
-    time_unix_s: float | None = None,
 ) -> Event:
     """The request ran without semantic reuse."""
     fields = {"reason": reason, "detail": detail[:TEXT_LIMIT] or None, "receipt": receipt}
-    return _make_event(EventKind.FALLBACK, request_id, engine, time_unix_s, fields)
+    return Event(EventKind.FALLBACK, fields, request_id, engine)
 
 
 def error(
@@ -211,28 +208,20 @@ def error(
     request_id: str | None = None,
     *,
     engine: str = "",
-    time_unix_s: float | None = None,
 ) -> Event:
     """Something of ours failed; ``message`` must not quote a prompt."""
     fields = {"where": where, "message": message[:TEXT_LIMIT]}
-    return _make_event(EventKind.ERROR, request_id, engine, time_unix_s, fields)
+    return Event(EventKind.ERROR, fields, request_id, engine)
 
 
-def from_receipt(receipt: Receipt, *, time_unix_s: float | None = None) -> Event:
+def from_receipt(receipt: Receipt) -> Event:
     """The one event that a receipt stands for: confirmed, declined by the backend, or fallback."""
     if receipt.outcome is Outcome.BACKEND_MATERIALIZED_REUSE:
-        return reuse_confirmed(receipt, time_unix_s=time_unix_s)
-    common: JsonObject = {"receipt": receipt, "engine": receipt.engine, "time_unix_s": time_unix_s}
+        return reuse_confirmed(receipt)
+    common: JsonObject = {"receipt": receipt, "engine": receipt.engine}
     if receipt.outcome is Outcome.BACKEND_DECLINED_REUSE and receipt.reason is not None:
         return reuse_declined(receipt.request_id, receipt.reason, receipt.detail, **common)
     return fallback(receipt.request_id, receipt.reason, receipt.detail, **common)
-
-
-def _make_event(
-    kind: EventKind, request_id: str | None, engine: str, time_unix_s: float | None, fields: Mapping[str, Any]
-) -> Event:
-    now = time.time() if time_unix_s is None else time_unix_s
-    return Event(kind, now, request_id, engine, MappingProxyType(fields))
 
 
 def json_value(value: Any) -> Any:

@@ -112,7 +112,7 @@ class Adaptive:
         return self.plan.compute_returns(self.state.ledger, self.types)
 
 
-def compile_kernels() -> None:
+def compile_adaptive() -> None:
     """Compile or load the kernels now: a cache is made when an engine starts, and its first request must not wait."""
     scratch = Adaptive(1, plan=AdaptivePlan.build(1, history=8))
     scratch.use([1])

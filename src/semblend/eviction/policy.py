@@ -160,9 +160,9 @@ def make_policy(name: str, capacity: int, *, chained: bool = True, items: int | 
         raise ConfigError(f"eviction={name!r} is no policy", hint="one of " + ", ".join(EVICTION_POLICIES))
     items = capacity if items is None else items
     if name == "adaptive":
-        from semblend.eviction.adaptive import Adaptive, compile_kernels
+        from semblend.eviction.adaptive import Adaptive, compile_adaptive
 
-        compile_kernels()
+        compile_adaptive()
         return Adaptive(capacity, chained=chained, plan=AdaptivePlan.build(capacity, history=limit_history(items)))
     if name == "lru2":
         return Lru2(items)

@@ -34,7 +34,7 @@ from semblend.materialize.contract import Model, Rows
 from semblend.materialize.donors.tiers import DonorKv
 from semblend.materialize.gate.thresholds import (
     FALSE_SAFE_TIMES,
-    LEAST_OF_AN_ORDER,
+    MIN_OF_AN_ORDER,
     NUMBERS,
     RECOMPUTE_LEVELS,
     STEPS,
@@ -313,7 +313,7 @@ def capture_donor(model: Model, donor_kv: DonorKv, donor_id: str, tokens: tuple[
 HARM = 0.02
 """Nats of first-token divergence from cold that count as damage: about what an 8-bit KV cache costs, ten times over."""
 FALSE_SAFE = 0.02
-LEAST_TO_FIT = 24
+MIN_TO_FIT = 24
 """Fewer prompts cannot weigh four numbers: the gate then goes by how far the distribution still moves."""
 _FOLDS = 4
 
@@ -360,7 +360,7 @@ def table_of(
     if not pairs:
         raise InputError("no prompt could be measured", hint="give prompts that share at least 32 tokens with a donor")
     by_step = {step: [pair for pair in pairs if pair.step == step] for step in STEPS}
-    enough = min(map(len, by_step.values())) >= LEAST_TO_FIT
+    enough = min(map(len, by_step.values())) >= MIN_TO_FIT
     risk = RiskModel(
         {step: fit_weights([(p.features, p.true_kl) for p in by_step[step]]) for step in STEPS} if enough else {}
     )
@@ -464,7 +464,7 @@ def begin(seen: Sequence[tuple[float, bool]]) -> float:
 # -- From measured prompts to a model's dial, and what the dial would have done with them.
 #
 # Weights come from least squares on the logarithm of the true divergence. What deviates more is never expected to be
-# closer (`LEAST_BY_DEVIATION`). An average of logarithms is below the logarithm of the average, so the mean error of
+# closer (`MIN_BY_DEVIATION`). An average of logarithms is below the logarithm of the average, so the mean error of
 # the fit is added back, and a margin on top: the smallest one with which, on prompts that the fit has not seen, what
 # is served at every number has a mean divergence below it and few false safes.
 
@@ -472,9 +472,9 @@ def begin(seen: Sequence[tuple[float, bool]]) -> float:
 FloatArray = NDArray[np.float64]
 MARGINS = (1.0, 1.25, 1.5, 2.0, 3.0, 5.0)
 """Fewer prompts cannot weigh six numbers."""
-MOST_WORK = 0.7
+MAX_WORK = 0.7
 """No repair is begun that would bring all work above this share of a prefill, as in `QualitySettings.most_work`."""
-LEAST_BY_DEVIATION = 1.0
+MIN_BY_DEVIATION = 1.0
 """Where KV deviates twice as much, twice the divergence is expected, or more.
 
 Prompts of a fit may deviate all alike; a free fit then gives deviation any weight, -.92 once: prompts that deviated
@@ -482,7 +482,7 @@ less than all that were measured were prefilled (20 of 60). With no weight at al
 served. Divergence grows with the square of a small deviation, and fits that see both kinds find 1 to 2.
 """
 RIDGE = 1e-2
-_LEAST_NATS = 1e-5
+_MIN_NATS = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -513,7 +513,7 @@ class DialRow:
 def fit_dial(measures: Sequence[PromptMeasure], *, false_safe: float = 0.02) -> DialTable:
     """The dial of a model from measured prompts; an empty one where there are too few."""
     usable = _list_usable(measures)
-    if len(usable) < LEAST_TO_FIT:
+    if len(usable) < MIN_TO_FIT:
         return DialTable()
     unseen = _fit_folds(usable)
     margin = next((m for m in MARGINS if _is_honest(unseen, m, false_safe)), MARGINS[-1])
@@ -543,7 +543,7 @@ def replay(table: DialTable, measure: PromptMeasure, nats: float) -> Served:
         if way.percent < first.percent or way.features is None:
             continue
         more = way.work - before
-        if work + more > MOST_WORK:
+        if work + more > MAX_WORK:
             break
         work += more
         expected = table.expect_by_repair(measure.order, way.percent, way.features)
@@ -555,7 +555,7 @@ def replay(table: DialTable, measure: PromptMeasure, nats: float) -> Served:
 def replay_unseen(measures: Sequence[PromptMeasure], *, false_safe: float = 0.02) -> list[DialRow]:
     """The dial at every number, each prompt judged by a fit of the others; by order of passages, then all."""
     usable = _list_usable(measures)
-    if len(usable) < LEAST_TO_FIT:
+    if len(usable) < MIN_TO_FIT:
         return []
     unseen = _fit_folds(usable)
     margin = next((m for m in MARGINS if _is_honest(unseen, m, false_safe)), MARGINS[-1])
@@ -634,7 +634,7 @@ def _fit(measures: Sequence[PromptMeasure], margin: float) -> DialTable:
             for percent in RECOMPUTE_LEVELS
         }
         for order, mine in by_order.items()
-        if len(mine) >= LEAST_OF_AN_ORDER
+        if len(mine) >= MIN_OF_AN_ORDER
     }
     glance, repair = {}, {}
     for percent in RECOMPUTE_LEVELS:
@@ -653,11 +653,11 @@ def fit_log_weights(features: Sequence[Sequence[float]], nats: Sequence[float], 
     """Least squares on logarithms; the constant makes up for what an average of logarithms misses.
 
     No weight but the constant is negative, and that of the deviation, which stands at ``deviation_at``, is at least
-    `LEAST_BY_DEVIATION`.
+    `MIN_BY_DEVIATION`.
     """
-    seen, target = np.array(features), np.log(np.array(nats) + _LEAST_NATS)
-    weights = solve_not_negative(seen, target - LEAST_BY_DEVIATION * seen[:, deviation_at])
-    weights[deviation_at] += LEAST_BY_DEVIATION
+    seen, target = np.array(features), np.log(np.array(nats) + _MIN_NATS)
+    weights = solve_not_negative(seen, target - MIN_BY_DEVIATION * seen[:, deviation_at])
+    weights[deviation_at] += MIN_BY_DEVIATION
     weights[-1] += math.log(float(np.mean(np.exp(target - seen @ weights))))
     return tuple(float(weight) for weight in weights)
 

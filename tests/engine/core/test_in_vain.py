@@ -14,7 +14,7 @@ from semblend.engine.core.assemble import assemble
 from semblend.engine.core.config import EngineConfig
 from semblend.engine.core.engine import Engine
 from semblend.materialize.blend.quality import QualitySettings
-from semblend.materialize.gate.gate import LEAST_SKIPPED, MOST_SKIPPED
+from semblend.materialize.gate.gate import MAX_SKIPPED, MIN_SKIPPED
 from semblend.materialize.gate.thresholds import RECOMPUTE_LEVELS, DialTable, PassageOrder, PlanShape, Thresholds
 from semblend.plan.reuse_plan import DeclineReason, ReusePlan
 from semblend.prompt import Namespace, Prompt
@@ -106,9 +106,9 @@ def test_a_tenant_does_not_learn_from_another():
 
 def test_a_kind_is_tried_again_after_a_while():
     world = World(NEVER)
-    for seed in range(2 + MOST_SKIPPED):
+    for seed in range(2 + MAX_SKIPPED):
         world.hit(seed)
-    assert 2 <= world.passes <= 2 + MOST_SKIPPED // LEAST_SKIPPED
+    assert 2 <= world.passes <= 2 + MAX_SKIPPED // MIN_SKIPPED
 
 
 @pytest.mark.parametrize("mode", ["fast", "exact"])

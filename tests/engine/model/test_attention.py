@@ -135,7 +135,7 @@ def test_tiles_hold_every_row_once_and_hide_exactly_what_it_must_not_see(
         held = positions[tile.start : tile.end]
         assert (tile.seen, tile.reach) == (held[0] + 1, held[-1] + 1)
         assert len(held) == 1 or len(held) * heads * tile.reach <= scores
-        assert len(held) <= attention.MOST_TILE_ROWS
+        assert len(held) <= attention.MAX_TILE_ROWS
         hidden = [0] * len(held) if tile.mask is None else (tile.mask == -torch.inf).sum(1).tolist()
         assert [tile.reach - count - 1 for count in hidden] == held
         if tile.mask is not None:

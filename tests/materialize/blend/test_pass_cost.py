@@ -6,7 +6,7 @@ import pytest
 import torch
 from naive_engine import NaiveEngine
 
-from semblend.materialize.blend.passes import MOST_PASS_ROWS, first_rows, measure_pass_rows, two_passes_cost_more
+from semblend.materialize.blend.passes import MAX_PASS_ROWS, first_rows, measure_pass_rows, two_passes_cost_more
 from semblend.materialize.blend.quality import QualitySettings
 from semblend.span import Span
 
@@ -27,7 +27,7 @@ def slow(fixed, each):
     return engine
 
 
-MOST = MOST_PASS_ROWS["cpu"]
+MOST = MAX_PASS_ROWS["cpu"]
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from semblend.materialize.calibrate import (
 )
 from semblend.materialize.gate.gate import Gate, OutcomeMemory, prefill_at_once
 from semblend.materialize.gate.thresholds import (
-    MOST_UNPROBED,
+    MAX_UNPROBED,
     NUMBERS,
     RECOMPUTE_LEVELS,
     DialTable,
@@ -81,8 +81,8 @@ def test_a_larger_number_never_costs_more_and_no_way_is_above_its_number(expecte
 
 def test_up_to_balanced_nothing_is_served_that_no_repair_has_probed():
     expected = dict.fromkeys(RECOMPUTE_LEVELS, 0.0)
-    assert choose_level(expected, MOST_UNPROBED).percent == 10
-    assert choose_level(expected, math.nextafter(MOST_UNPROBED, 1)).percent == 0
+    assert choose_level(expected, MAX_UNPROBED).percent == 10
+    assert choose_level(expected, math.nextafter(MAX_UNPROBED, 1)).percent == 0
 
 
 def test_what_is_not_a_number_is_never_expected_to_be_close():

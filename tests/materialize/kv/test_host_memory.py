@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from semblend.errors import CapacityError
 from semblend.materialize.contract import KvLayout
-from semblend.materialize.donors.memory import MOST_BACKLOG, Arena, DonorMemory
+from semblend.materialize.donors.memory import MAX_BACKLOG, Arena, DonorMemory
 from semblend.materialize.donors.tiers import DonorKv
 from semblend.materialize.kv.layout import copy_to_device
 
@@ -114,7 +114,7 @@ def test_the_disk_gets_a_donor_only_after_it_arrived(late, tmp_path):
 
 def test_while_too_much_is_under_way_a_donor_is_not_kept():
     class Behind:
-        backlog_bytes = MOST_BACKLOG + 1
+        backlog_bytes = MAX_BACKLOG + 1
 
     kv = DonorKv(0, 10_000)
     kv.capture("kept", 1, cache_filled(1.0), torch.arange(4))

@@ -12,8 +12,7 @@ import pytest
 from asgi_client import AsgiClient, ask
 
 from semantickv.apps.dynamo_pin import PinGateway
-from semantickv.edge.addresses import EngineAddress
-from semantickv.edge.pool import ConnectionPool
+from semantickv.edge.upstream_call import EngineAddress, Upstream
 from semantickv.routing.worker_evidence import WorkerEvidence
 from semantickv.settings import EdgeSettings
 from semblend.integration.dynamo.placement import WorkerKey
@@ -63,11 +62,11 @@ class Frontend:
 async def deployment(**known: Any) -> AsyncIterator[tuple[PinGateway, Frontend, ScriptedEngine]]:
     frontend = Frontend()
     async with ScriptedEngine(default=frontend.behave, health=None) as engine:
-        pool = ConnectionPool(EngineAddress.parse(engine.url))
+        pool = Upstream(EngineAddress.parse(engine.url))
         app = PinGateway(EdgeSettings(**known), pool, WorkerEvidence(1_000_000))
         await app.refresh_workers()
         yield app, frontend, engine
-        pool.close()
+        await pool.close()
 
 
 def chat(question: str, document: str = DOCUMENT, **more: Any) -> bytes:
@@ -115,7 +114,7 @@ def test_a_pin_that_is_refused_goes_out_once_more_without():
             third, answer = await ask(app, "POST", CHAT, body=chat("Is it true?"))
             assert (third.headers["x-route-reason"], served_by(answer)) == ("donors", served_by(again))
             assert app.counts["retried"] == 1
-            assert not +app.running
+            assert not +app.placed
 
     run(test())
 
@@ -137,7 +136,7 @@ def test_a_home_with_many_running_requests_is_left_to_dynamo():
     async def test():
         async with deployment() as (app, _, _engine):
             _, body = await ask(app, "POST", CHAT, body=chat("What is it about?"))
-            app.running[WorkerKey(served_by(body))] = 100
+            app.placed[WorkerKey(served_by(body))] = 100
             client, _ = await ask(app, "POST", CHAT, body=chat("And why?"))
             assert client.headers["x-route-reason"] == "load"
 
@@ -230,11 +229,11 @@ def test_a_client_that_leaves_takes_its_request_off_the_worker():
             await ask(app, "POST", CHAT, body=chat("What?"))
             engine.plan(hang())
             async with AsgiClient(app, "POST", CHAT, body=chat("Why?")) as client:
-                while not app.running.total():
+                while not app.placed.total():
                     await asyncio.sleep(0.01)
                 client.leave()
                 await engine.left.wait()
-            assert app.running.total() == 0
+            assert app.placed.total() == 0
 
     run(test())
 

@@ -13,7 +13,7 @@ from asgi_client import ask
 from browser import in_a_browser, read_dom, read_text
 
 from semantickv.apps.build import build_proxy, build_router
-from semantickv.apps.own_paths import PAGE_FILES
+from semantickv.apps.gateway import PAGE_FILES
 from semantickv.settings import EdgeSettings
 from semantickv.telemetry.fleet_book import MOST_DECISIONS, MOST_DOCUMENTS
 from tests.fakes.scripted_engine import ScriptedEngine, answer_json

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -10,13 +11,16 @@ from asgi_client import AsgiClient, ask
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semantickv.edge.addresses import EngineAddress
-from semantickv.edge.asgi_side import HIGH_WATER_BYTES, AsgiSide
-from semantickv.edge.connection import AnswerHead
-from semantickv.edge.exchange import CLIENT_LEFT, EngineExchange, EngineTimeouts, OutgoingRequest
-from semantickv.edge.faults import Fault, FaultKind
+from semantickv.apps.proxy import Headers, Place, ProxyApp
 from semantickv.edge.headers import select_request_headers, select_response_headers
-from semantickv.edge.pool import IDLE_S, ConnectionPool
+from semantickv.edge.upstream_call import (
+    EngineAddress,
+    Fault,
+    FaultKind,
+    OutgoingRequest,
+    Upstream,
+    UpstreamAnswer,
+)
 from semblend.errors import ConfigError
 from tests.fakes.scripted_engine import (
     EngineSide,
@@ -31,52 +35,44 @@ from tests.fakes.scripted_engine import (
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n9\r\ndata: 1\n\n\r\n"
 
 
-class Forwarder:
+class Forwarder(ProxyApp):
     """The smallest application on the core: everything goes to one engine; keeps what became of each request."""
 
-    def __init__(self, url: str, **timeouts: float) -> None:
-        self.pool = ConnectionPool(EngineAddress.parse(url), connect_timeout_s=timeouts.pop("connect_s", 5.0))
-        self.timeouts = EngineTimeouts(**timeouts)
+    def __init__(self, url: str, *, timeout_s: float = 60.0, connect_s: float = 5.0, **known: float) -> None:
+        super().__init__(max_requests=100, timeout_s=timeout_s)
+        self.pool = Upstream(EngineAddress.parse(url), connect_timeout_s=connect_s, **known)
         self.faults: list[Fault | None] = []
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        body = (await receive())["body"]
+    def is_forwarded(self, method: str, path: str) -> bool:
+        return True
+
+    def open_call(self, scope: Any, body: bytes, began: float) -> PlainCall:
         target = scope["path"] + ("?" + scope["query_string"].decode() if scope["query_string"] else "")
         request = OutgoingRequest(scope["method"], target, select_request_headers(scope["headers"]), body)
-        side = AsgiSide(send)
-        await side.run(receive, PlainForwarding(self, request, side))
+        return PlainCall(self, request)
 
 
-class PlainForwarding:
+class PlainCall:
     """One request to the one engine: its answer goes to the client as it is, and its fault into ``app.faults``."""
 
-    def __init__(self, app: Forwarder, request: OutgoingRequest, side: AsgiSide) -> None:
-        self.app, self.side, self.is_over = app, side, False
-        self.exchange = EngineExchange(app.pool, request, app.timeouts, self)
-        self.pause, self.resume = self.exchange.pause, self.exchange.resume
-        self.exchange.begin()
+    request_id = ""
 
-    def take_head(self, head: AnswerHead) -> None:
-        self.side.start(head.status, select_response_headers(head.headers))
+    def __init__(self, app: Forwarder, request: OutgoingRequest) -> None:
+        self.app, self.request, self.body = app, request, request.body
 
-    def take_piece(self, piece: bytes, *, is_last: bool) -> None:
-        self.side.write(piece, is_last=is_last)
-        if is_last:
-            self.end(None)
+    def place(self) -> Place:
+        return Place(self.app.pool, self.request)
 
-    def take_fault(self, fault: Fault) -> None:
-        self.side.cut()
-        self.end(fault)
+    def take_head(self, answer: UpstreamAnswer) -> Headers:
+        return []
 
-    def leave(self) -> None:
-        if not self.is_over:
-            self.exchange.cancel()
-            self.end(CLIENT_LEFT)
+    def observe(self, piece: bytes) -> None:
+        pass
 
-    stop = leave
+    def end_attempt(self, fault: Fault | None) -> bool:
+        return False
 
-    def end(self, fault: Fault | None) -> None:
-        self.is_over = True
+    def end(self, status: int, fault: Fault | None) -> None:
         self.app.faults.append(fault)
 
 
@@ -157,10 +153,9 @@ def test_one_connection_serves_one_request_after_another():
 def test_a_connection_that_idled_too_long_is_not_used_again():
     async def test():
         async with ScriptedEngine() as engine:
-            app, now = Forwarder(engine.url), [0.0]
-            app.pool = ConnectionPool(EngineAddress.parse(engine.url), clock=lambda: now[0])
+            app = Forwarder(engine.url, idle_s=0.05)
             await ask(app, "GET", "/v1/models")
-            now[0] = IDLE_S + 1
+            await asyncio.sleep(0.1)
             await ask(app, "GET", "/v1/models")
             assert engine.connections == 2
 
@@ -205,13 +200,14 @@ def test_a_new_connection_that_dies_is_not_tried_again_on_the_same_engine():
     ],
     ids=["no HTTP", "endless headers", "an upgrade", "garbage behind the head", "half a head", "silence"],
 )
-def test_what_is_no_answer_is_a_fault_and_the_client_gets_nothing(behaviour, kind):
+def test_what_is_no_answer_is_a_fault_and_the_client_is_told(behaviour, kind):
     async def test():
         async with ScriptedEngine() as engine:
             engine.plan(behaviour)
-            app = Forwarder(engine.url, answer_s=0.2)
+            app = Forwarder(engine.url, timeout_s=0.2)
             client, body = await ask(app, "POST", "/v1/x", body=b"{}")
-            assert (client.status, body) == (0, b"")
+            assert client.status in (502, 504)
+            assert json.loads(body)["error"]["code"] == kind
             assert app.faults[0].kind is kind
             assert (app.pool.idle, app.pool.open) == (0, 0)
 
@@ -231,7 +227,7 @@ def test_an_engine_that_fails_in_mid_answer_leaves_the_client_an_unfinished_one(
     async def test():
         async with ScriptedEngine() as engine:
             engine.plan(behaviour)
-            app = Forwarder(engine.url, silence_s=0.2)
+            app = Forwarder(engine.url, timeout_s=0.2)
             client, body = await ask(app, "POST", "/v1/x", body=b"{}")
             assert body == b"data: 1\n\n"
             assert not client.is_whole
@@ -376,19 +372,27 @@ def test_an_answer_that_nobody_read_does_not_stand_in_front_of_the_next_one():
         async with ScriptedEngine() as engine:
             engine.plan(answer_json({"secret": "of the first client"}, status=503), answer_json({"second": True}))
             app = Forwarder(engine.url)
-            request = OutgoingRequest("POST", "/v1/completions", [], b"{}")
-            dropped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-
-            class Dropping:
-                def take_head(self, head: AnswerHead) -> None:
-                    exchange.cancel()
-                    dropped.set_result(head.status)
-
-            exchange = EngineExchange(app.pool, request, app.timeouts, Dropping())
-            exchange.begin()
-            assert await dropped == 503
+            dropped = await app.pool.send(OutgoingRequest("POST", "/v1/completions", [], b"{}"), 5)
+            assert isinstance(dropped, UpstreamAnswer)
+            assert dropped.status == 503
+            dropped.close()
             client, body = await ask(app, "POST", "/v1/completions", body=b"{}")
             assert (client.status, body) == (200, b'{"second": true}')
+
+    run(test())
+
+
+def test_what_stands_behind_an_answer_never_becomes_part_of_its_head():
+    async def test():
+        async with ScriptedEngine() as engine:
+            second = b"HTTP/1.1 200 OK\r\nx-second: 1\r\ncontent-length: 5\r\n\r\nWRONG"
+            first = b"HTTP/1.1 200 OK\r\nx-first: 1\r\ncontent-length: 2\r\n\r\nok"
+            trailed = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n0\r\nx-trailer: 1\r\n\r\n"
+            engine.plan(send_raw(first + second, close=False), send_raw(trailed, close=False))
+            app = Forwarder(engine.url)
+            for expected in ({"x-first": "1", "content-length": "2"}, {}):
+                client, body = await ask(app, "POST", "/v1/x", body=b"{}")
+                assert (body, client.headers) == (b"ok", expected)
 
     run(test())
 
@@ -422,7 +426,7 @@ def test_a_client_that_does_not_read_stops_the_engine_from_sending():
                     before = written[0]
                     await asyncio.sleep(0.05)
                 # What is held: our own buffer and those of the two sockets.
-                assert before < HIGH_WATER_BYTES + (16 << 20)
+                assert before < 16 << 20
                 may_read.set()
                 await client.task
             assert got == total

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from msgspec.msgpack import encode
 
 from semantickv.apps.build import build_router
-from semantickv.edge.addresses import EngineAddress
-from semantickv.edge.pool import ConnectionPool
+from semantickv.edge.upstream_call import EngineAddress, Upstream
 from semantickv.engine_state.blocks import EngineBlocks, list_marks, start_chain
 from semantickv.engine_state.events import (
     AllBlocksCleared,
@@ -56,7 +55,7 @@ def run(test: Any) -> None:
 
 
 def make_replica(name: str = "r0") -> Replica:
-    return Replica(name, ConnectionPool(EngineAddress.parse("http://127.0.0.1:9")), ReplicaMemory(100_000))
+    return Replica(name, Upstream(EngineAddress.parse("http://127.0.0.1:9")), ReplicaMemory(100_000))
 
 
 @asynccontextmanager

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from semantickv.edge.addresses import EngineAddress
-from semantickv.edge.pool import ConnectionPool
+from semantickv.edge.upstream_call import EngineAddress, Upstream
 from semantickv.engine_state.blocks import list_marks, start_chain
 from semantickv.engine_state.events import read_batch
 from semantickv.engine_state.feed import ReplicaFeed
@@ -31,7 +30,7 @@ def count_cached(usage: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
 def test_the_router_expects_what_the_engine_then_had_cached(path):
-    replica = Replica("r0", ConnectionPool(EngineAddress.parse("http://127.0.0.1:9")), ReplicaMemory(1_000_000))
+    replica = Replica("r0", Upstream(EngineAddress.parse("http://127.0.0.1:9")), ReplicaMemory(1_000_000))
     feed = ReplicaFeed(replica, EventSource("tcp://127.0.0.1:9"))
     steps = json.loads(path.read_text())["steps"]
     seen: dict[str, int] = {}

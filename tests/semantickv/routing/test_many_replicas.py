@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semantickv.edge.addresses import EngineAddress
-from semantickv.edge.pool import ConnectionPool
+from semantickv.edge.upstream_call import EngineAddress, Upstream
 from semantickv.routing import router as routing
 from semantickv.routing.fingerprint import PromptPieces
 from semantickv.routing.holders import HolderIndex
@@ -64,7 +63,7 @@ def test_the_index_says_of_every_replica_what_its_own_memory_says(data):
 
 
 def make_router(policy: str, reuse: EngineReuse, count: int = 40) -> Router:
-    pool = ConnectionPool(EngineAddress("http", "nowhere", 1))
+    pool = Upstream(EngineAddress("http", "nowhere", 1))
     return Router([Replica(f"r{n}", pool, ReplicaMemory(4000)) for n in range(count)], policy, reuse=reuse)
 
 
@@ -108,7 +107,8 @@ def test_by_columns_and_one_by_one_the_same_replica_is_chosen(policy, reuse, mon
         running.append((one, two))
         if len(running) > 30:
             for router, decision in zip((columns, plain), running.pop(chance.randrange(20)), strict=True):
-                router.end(decision, None, had_first_byte=False)
+                router.end(decision, had_first_byte=False)
+                decision.replica.note_end(None)
         if step % 50 == 49:
             for router in (columns, plain):
                 changed = router.replicas[step % 40]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from redis_server import RedisServer
 
 from semantickv.routing.worker_evidence import WorkerEvidence
-from semantickv.shared_state.evidence_exchange import SharedEvidence, read_worker, write_worker
+from semantickv.shared_state.evidence_sync import SharedEvidence, read_worker, write_worker
 from semantickv.shared_state.messages import Failing, Hello, Known, Load, Placed, read_messages, write_messages
 from semantickv.shared_state.redis_link import RedisLink
 from semblend.integration.dynamo.placement import PlacementReason, WorkerKey, WorkerState

@@ -19,7 +19,6 @@ from semantickv.apps.gateway import Gateway
 from semantickv.routing.fingerprint import cut_prompt
 from semantickv.routing.prompt_view import read_prompt
 from semantickv.settings import EdgeSettings
-from semantickv.shared_state.exchange import LOAD_LIFE_S, StateExchange
 from semantickv.shared_state.messages import (
     Failing,
     Hello,
@@ -31,7 +30,8 @@ from semantickv.shared_state.messages import (
     read_messages,
     write_messages,
 )
-from semantickv.shared_state.news import MOST_OUTGOING, SNAPSHOT_PAUSE_S
+from semantickv.shared_state.outbox import MOST_OUTGOING, SNAPSHOT_PAUSE_S
+from semantickv.shared_state.router_sync import LOAD_LIFE_S, RouterSync
 from semblend.errors import ConfigError
 from tests.fakes.scripted_engine import ScriptedEngine, answer_json, hang
 
@@ -171,7 +171,7 @@ def test_a_router_that_comes_later_is_told_the_orders_too(tmp_path):
             async with routers(redis.url, count=1) as ((first,), engines):
                 await wait_connected(first)
                 home, _ = await send_passages(first, "abcd")
-                first.link.exchange._news.forget_pause()
+                first.link.sync._outbox.forget_pause()
                 urls = tuple(one.url for one in engines)
                 late = build_router(EdgeSettings(replicas=urls, trace=False, redis_url=redis.url, hash_key=KEY))
                 link = asyncio.ensure_future(late.link.run())
@@ -219,7 +219,7 @@ def test_load_of_a_router_that_is_gone_expires():
     async def test():
         async with routers("redis://127.0.0.1:1/0", count=1) as ((app,), _):
             now = [0.0]
-            exchange = StateExchange(app.router, never_probe, clock=lambda: now[0])
+            exchange = RouterSync(app.router, never_probe, clock=lambda: now[0])
             replica = app.router.replicas[0]
             exchange.take("other", [Load(name_replica(replica.pool.address.url), 7, 900)])
             assert (replica.running_elsewhere, replica.waiting_elsewhere) == (7, 900)
@@ -316,7 +316,7 @@ def test_entries_of_somebody_else_in_the_stream_are_counted_and_left_out(tmp_pat
                 await client.xadd(
                     "semantickv:default:deltas", {"from": "me", "news": write_messages([Failing("nobody's"), Hello()])}
                 )
-                await wait_until(lambda: first.link.exchange.unknown == 1)
+                await wait_until(lambda: first.link.sync.unknown == 1)
                 home, _, _ = await send(first, write_document("a"))
                 await wait_until(lambda: any(count_known(second, write_document("a"))))
                 assert (await send(second, write_document("a")))[0] == home
@@ -335,7 +335,7 @@ def test_redis_holds_no_text_and_everything_in_it_expires(tmp_path):
                 headers = {"Authorization": "Bearer sk-very-secret", "X-Session-ID": "sess-42", "X-Tenant-ID": "acme"}
                 for number in range(50):
                     await send(first, write_document(f"contract {number}"), **headers)
-                await wait_until(lambda: second.link.exchange.taken >= 50)
+                await wait_until(lambda: second.link.sync.taken >= 50)
                 client = client_library.from_url(server.url)
                 keys = [key async for key in client.scan_iter()]
                 assert keys == [b"semantickv:default:deltas"]
@@ -369,7 +369,7 @@ def test_groups_know_nothing_of_each_other(tmp_path):
                 await wait_connected(first, second)
                 await send(first, write_document("a"))
                 await asyncio.sleep(0.3)
-                assert second.link.exchange.taken == 0
+                assert second.link.sync.taken == 0
 
     run(test())
 
@@ -389,7 +389,7 @@ def test_a_hint_that_a_replica_fails_is_checked_and_not_believed(is_well):
                 asked.append(one)
                 return is_well
 
-            exchange = StateExchange(app.router, probe)
+            exchange = RouterSync(app.router, probe)
             exchange.take("other", [Failing(name_replica(replica.pool.address.url))])
             await wait_until(lambda: asked)
             await asyncio.sleep(0)
@@ -402,7 +402,7 @@ def test_a_router_that_comes_soon_after_another_gets_what_is_known_when_the_paus
     async def test():
         async with routers("redis://127.0.0.1:1/0", count=1) as ((app,), _):
             now = [0.0]
-            exchange = StateExchange(app.router, never_probe, clock=lambda: now[0])
+            exchange = RouterSync(app.router, never_probe, clock=lambda: now[0])
             app.router.replicas[0].memory.add(5, 64)
             exchange.take("one", [Hello()])
             first = exchange.list_outgoing(99)
@@ -421,7 +421,7 @@ def test_without_redis_what_waits_to_be_told_is_bounded():
     async def test():
         async with routers("redis://127.0.0.1:1/0", count=1) as ((app,), _):
             for number in range(MOST_OUTGOING + 50):
-                app.link.exchange._news.put(Failing(str(number)))
+                app.link.sync._outbox.put(Failing(str(number)))
             assert app.link.describe()["waiting"] == MOST_OUTGOING
             assert app.link.describe()["dropped"] >= 50
 

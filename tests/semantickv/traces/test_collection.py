@@ -16,15 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from edge_servers import serve
 
-from semantickv.traces import collecting_proxy
-from semantickv.traces.collecting_proxy import CollectingProxy
+from semantickv.apps.collecting import CollectingApp
 from semantickv.traces.collection import Collector, has_content
 from semantickv.traces.segmentation import Segmenter
 from semantickv.traces.trace import Trace
 from semantickv.traces.trace_writer import MAX_HELD, TraceWriter
 from semantickv.workloads.mock_traffic import collect_mock
-from semblend.errors import InputError
+from semblend.errors import ConfigError, InputError
+from semblend.http.connections import Deadlines
 
 SECRET = "the launch code is heliotrope"
 BODY = {"model": "m", "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": SECRET}]}
@@ -282,6 +283,12 @@ def upstream() -> Iterator[int]:
         yield port
 
 
+@contextmanager
+def collecting(app: CollectingApp, **known: Any) -> Iterator[int]:
+    with serve(app, **known) as (url, _):
+        yield int(url.rpartition(":")[2])
+
+
 def ask(port: int, body: object, path: str = "/v1/chat/completions", method: str = "POST") -> tuple[int, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
     try:
@@ -294,8 +301,8 @@ def ask(port: int, body: object, path: str = "/v1/chat/completions", method: str
 
 def test_the_proxy_passes_answers_on_and_records_what_was_served(tmp_path: Path, upstream: int) -> None:
     with TraceWriter(tmp_path / "t.jsonl") as writer:
-        proxy = CollectingProxy(f"http://127.0.0.1:{upstream}", Collector(writer))
-        with serving(proxy) as port:
+        proxy = CollectingApp(f"http://127.0.0.1:{upstream}", Collector(writer))
+        with collecting(proxy) as port:
             status, text = ask(port, BODY | {"stream": True})
             assert status == 200
             assert text.endswith(b"data: [DONE]\n\n")
@@ -314,7 +321,7 @@ def test_the_proxy_passes_answers_on_and_records_what_was_served(tmp_path: Path,
 
 def test_an_upstream_that_is_not_there_is_told_and_not_recorded(tmp_path: Path) -> None:
     with TraceWriter(tmp_path / "t.jsonl") as writer:
-        with serving(CollectingProxy("http://127.0.0.1:9", Collector(writer))) as port:
+        with collecting(CollectingApp("http://127.0.0.1:9", Collector(writer))) as port:
             status, text = ask(port, BODY)
         assert status == 502
         assert b"did not answer" in text
@@ -322,33 +329,38 @@ def test_an_upstream_that_is_not_there_is_told_and_not_recorded(tmp_path: Path) 
 
 
 def test_an_upstream_that_is_no_address_is_refused(tmp_path: Path) -> None:
-    with TraceWriter(tmp_path / "t.jsonl") as writer, pytest.raises(InputError, match="no address"):
-        CollectingProxy("localhost:8000", Collector(writer))
+    with TraceWriter(tmp_path / "t.jsonl") as writer, pytest.raises(ConfigError, match="not the address"):
+        CollectingApp("localhost:8000", Collector(writer))
 
 
 @pytest.mark.parametrize("length", ["²", "-1", "1e3", "9" * 5000, "", "0x10"])
 def test_a_length_that_is_no_number_is_refused_in_words(tmp_path: Path, upstream: int, length: str) -> None:
     with TraceWriter(tmp_path / "t.jsonl") as writer:
-        proxy = CollectingProxy(f"http://127.0.0.1:{upstream}", Collector(writer))
-        with serving(proxy) as port, socket.create_connection(("127.0.0.1", port), timeout=300) as wire:
-            wire.sendall(f"POST /v1/completions HTTP/1.1\r\nContent-Length: {length}\r\n\r\n".encode("latin-1"))
-            assert b" 411 " in wire.recv(4096)
+        proxy = CollectingApp(f"http://127.0.0.1:{upstream}", Collector(writer))
+        with collecting(proxy) as port, socket.create_connection(("127.0.0.1", port), timeout=60) as wire:
+            wire.sendall(
+                f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode("latin-1")
+            )
+            assert b" 400 " in wire.recv(4096)
 
 
 def test_half_a_request_never_reaches_the_upstream(tmp_path: Path, upstream: int) -> None:
     with TraceWriter(tmp_path / "t.jsonl") as writer:
-        proxy = CollectingProxy(f"http://127.0.0.1:{upstream}", Collector(writer))
-        with serving(proxy) as port, socket.create_connection(("127.0.0.1", port), timeout=300) as wire:
-            wire.sendall(b'POST /v1/completions HTTP/1.1\r\nContent-Length: 100\r\n\r\n{"prompt": "Hi"}')
+        proxy = CollectingApp(f"http://127.0.0.1:{upstream}", Collector(writer))
+        with collecting(proxy) as port, socket.create_connection(("127.0.0.1", port), timeout=60) as wire:
+            wire.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"prompt": "Hi"}')
             wire.shutdown(socket.SHUT_WR)
             assert wire.recv(4096) == b""
 
 
-def test_a_silent_client_of_the_proxy_is_let_go(tmp_path: Path, upstream: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collecting_proxy._Handler, "timeout", 0.05)
+def test_a_silent_client_of_the_proxy_is_let_go(tmp_path: Path, upstream: int) -> None:
+    soon = Deadlines(header_s=0.05, idle_s=0.05, write_s=1.0)
     with TraceWriter(tmp_path / "t.jsonl") as writer:
-        proxy = CollectingProxy(f"http://127.0.0.1:{upstream}", Collector(writer))
-        with serving(proxy) as port, socket.create_connection(("127.0.0.1", port), timeout=300) as wire:
+        proxy = CollectingApp(f"http://127.0.0.1:{upstream}", Collector(writer))
+        with (
+            collecting(proxy, deadlines=soon) as port,
+            socket.create_connection(("127.0.0.1", port), timeout=60) as wire,
+        ):
             assert wire.recv(4096) == b""
 
 
@@ -361,8 +373,8 @@ def test_a_body_of_any_depth_is_forwarded_and_such_an_answer_too(tmp_path: Path)
             self._answer(200, deep, "application/json")
 
     with serving(ThreadingHTTPServer(("127.0.0.1", 0), Deep)) as engine, TraceWriter(tmp_path / "t.jsonl") as writer:
-        proxy = CollectingProxy(f"http://127.0.0.1:{engine}", Collector(writer))
-        with serving(proxy) as port:
+        proxy = CollectingApp(f"http://127.0.0.1:{engine}", Collector(writer))
+        with collecting(proxy) as port:
             for body in (deep, json.dumps({"prompt": "x", "model": "m"})):
                 connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
                 connection.request("POST", "/v1/completions", body)

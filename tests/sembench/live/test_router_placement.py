@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import socket
-import threading
 from contextlib import contextmanager
 
 import pytest
 
 httpx = pytest.importorskip("httpx", reason="live runs need httpx")
 
+from edge_servers import serve  # noqa: E402
 from live_cases import manifest, run_gateway  # noqa: E402
 from lying_backend import LyingBackend  # noqa: E402
 
 from semantickv.apps.build import build_router  # noqa: E402
-from semantickv.apps.run_server import make_server  # noqa: E402
 from semantickv.settings import EdgeSettings  # noqa: E402
 from sembench.cli import main  # noqa: E402
 
@@ -25,19 +23,8 @@ PATIENCE_S = 120
 def routing(*urls: str, policy: str):
     """A router on a real socket."""
     app = build_router(EdgeSettings(replicas=urls, policy=policy, trace=False))
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        server = make_server(app, "127.0.0.1", 0, drain_s=1)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
-        thread.start()
-        for _ in range(PATIENCE_S * 100):
-            if server.started:
-                break
-            threading.Event().wait(0.01)
-        try:
-            yield f"http://127.0.0.1:{sock.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join(PATIENCE_S)
+    with serve(app, drain_s=1) as (url, _):
+        yield url
 
 
 @pytest.mark.parametrize(("policy", "code"), [("semantic_locality", 0), ("round_robin", 1)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 from typing import TYPE_CHECKING, Any
 
 from semblend.cli.commandline import Commands, add_command
@@ -145,10 +144,8 @@ def explore(args: argparse.Namespace) -> int:
                 say(f"warning: {args.host} can be reached from other machines; whoever reaches it sees the donors")
             say("semblend explorer; Ctrl-C stops it")
             print(server.url, flush=True)
-            signal.signal(signal.SIGTERM, signal.default_int_handler)
             server.serve_forever()
-    except KeyboardInterrupt:
-        say("stopped")
+            say("stopped")
     finally:
         app.close()
     return 0

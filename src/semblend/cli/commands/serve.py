@@ -12,7 +12,7 @@ from semblend.cli.output import say
 from semblend.cli.shared_flags import add_dtype
 from semblend.config import load_config, read_key_variables
 from semblend.engine.server.config import ServeConfig
-from semblend.engine.server.edge.keys import KeyRing, read_keys_file, read_pairs
+from semblend.engine.server.keys import KeyRing, read_keys_file, read_pairs
 from semblend.engine.server.tenants import Tenants
 from semblend.errors import ConfigError, MissingDependencyError
 from semblend.wire.loopback import is_loopback

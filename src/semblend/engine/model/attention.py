@@ -133,9 +133,9 @@ def _slots_from(context: Tensor) -> int | None:
 
 # Scores of a tile: 8 MiB in float32. Of 4, 8 and 16 MiB (9 heads, 4,096 keys, one core) 4 was slower, 16 no faster.
 TILE_SCORES = 1 << 21
-MOST_TILE_ROWS = 64
+MAX_TILE_ROWS = 64
 # A tile's last row sees at most this many times the keys of its first: further ones would be computed in vain.
-MOST_GROWTH = 1.5
+MAX_GROWTH = 1.5
 # Padded decode batches gather at most this many K rows at once.
 DECODE_ROWS = 1 << 19
 
@@ -329,8 +329,8 @@ def _cut(positions: Sequence[int], hosts: Tensor, heads: int) -> Iterator[Tile]:
         seen, count = positions[start] + 1, end - start
         if end < len(positions):
             reach = positions[end] + 1
-            fits = (count + 1) * heads * reach <= TILE_SCORES and count < MOST_TILE_ROWS
-            if fits and reach <= MOST_GROWTH * seen + MOST_TILE_ROWS:
+            fits = (count + 1) * heads * reach <= TILE_SCORES and count < MAX_TILE_ROWS
+            if fits and reach <= MAX_GROWTH * seen + MAX_TILE_ROWS:
                 continue
         reach = positions[end - 1] + 1
         hidden = torch.arange(seen, reach) > hosts[start:end, None]

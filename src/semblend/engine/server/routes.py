@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
+import socket
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -38,15 +40,14 @@ from semblend.engine.server.answering import CLIENT_LEFT, ENDPOINTS, Endpoint, a
 from semblend.engine.server.call import wait_until_gone
 from semblend.engine.server.config import ServeConfig
 from semblend.engine.server.dashboard import LiveBoard
-from semblend.engine.server.edge.drain import Drain, DrainRequests
-from semblend.engine.server.edge.listener import serve
-from semblend.engine.server.edge.sockets import listen
 from semblend.engine.server.exposition import CONTENT_TYPE, write_metrics, write_tenant_metrics
 from semblend.engine.server.limits import Gate, Turns, read_digits
 from semblend.engine.server.openapi.document import write_document
 from semblend.engine.server.service import TENANT, Service
 from semblend.engine.server.serving import ServingEngine
 from semblend.engine.server.tenants import Identity
+from semblend.http.connections import Deadlines
+from semblend.http.server import Drain, DrainRequests, HttpServer, ServerLimits, listen
 from semblend.web.site import HEADERS, build_dashboard
 from semblend.wire.arranging import PromptArranger
 from semblend.wire.errors import ApiError, as_api_error
@@ -86,6 +87,21 @@ def create_app(engine: ServingEngine, config: ServeConfig | None = None, arrange
     app.state.service = routes.service
     app.openapi = lambda: routes.document  # type: ignore[method-assign]
     return app
+
+
+def make_server(app: FastAPI, sock: socket.socket) -> HttpServer:
+    """The server of an application that `create_app` made. Forwarded-for headers are not believed: the peer's address
+    decides who is a front.
+    """
+    config: ServeConfig = app.state.service.config
+    deadlines = Deadlines(config.header_timeout_s, config.idle_timeout_s, config.write_timeout_s)
+    limits = ServerLimits(deadlines, config.max_connections, config.drain_s)
+    return HttpServer(app, sock, limits, drain=app.state.drain, lifespan=False)
+
+
+def serve(app: FastAPI, sock: socket.socket) -> signal.Signals | None:
+    """Run until a signal has ended it, and return that signal."""
+    return make_server(app, sock).run()
 
 
 class Routes:

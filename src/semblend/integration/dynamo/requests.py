@@ -132,7 +132,7 @@ def _descend(value: Any, *names: str) -> Any:
 WORKER_HEADER = b"x-dynamo-worker-instance-id"
 RANK_HEADER = b"x-dynamo-dp-rank"
 DEFAULT_ENDPOINT = "dynamo.backend.generate"
-_MOST_CARRIED = 64
+_MAX_CARRIED = 64
 # In JSON a quote inside a text is escaped, so no answer can hold these by what a model writes.
 _WORKER = re.compile(rb'"(?:prefill|decode)_worker_id":\s*(\d{1,20})\b')
 _RANK = re.compile(rb'"(?:prefill|decode)_dp_rank":\s*(\d{1,6})\b')
@@ -216,4 +216,4 @@ class PinnedAnswer:
             self._rank = int(rank[1]) if (rank := _RANK.search(data)) else 0
         for found in _CACHED.finditer(data):
             self.cached_tokens = int(found[1])
-        self._carried = data[-_MOST_CARRIED:]
+        self._carried = data[-_MAX_CARRIED:]

@@ -498,7 +498,7 @@ FEW_ROWS = 32
 """A repair has about as many at least. One row alone takes other kernels: on ARM it said 5 where passes cost 48."""
 MANY_ROWS = {"cpu": 128, "cuda": 4096}
 """Rows of the long pass: enough for the device to be busy with rows."""
-MOST_PASS_ROWS = {"cpu": 64, "cuda": 2048}
+MAX_PASS_ROWS = {"cpu": 64, "cuda": 2048}
 """What is measured above this is taken for a busy moment: it must not keep long prompts from being reused."""
 _TIMED_PASSES = 2
 
@@ -525,5 +525,5 @@ def measure_pass_rows(model: Model, slots: Tensor, *, clock: Callable[[], float]
 
     few = time_pass(FEW_ROWS)
     each = (time_pass(many) - few) / (many - FEW_ROWS)
-    most = MOST_PASS_ROWS.get(model.device.type, MOST_PASS_ROWS["cpu"])
+    most = MAX_PASS_ROWS.get(model.device.type, MAX_PASS_ROWS["cpu"])
     return max(0, min(most, round(few / each) - FEW_ROWS)) if each > 0 else most

@@ -597,7 +597,7 @@ LOOK_EVERY_S = 5.0
 """How often the folder is looked over for dead writers, withdrawn records and donors that never became whole."""
 MANY = 64
 """Donors; a writer that owns more removes some more than it has to."""
-MOST_LOOKS = 4
+MAX_LOOKS = 4
 """How often the order is made anew because neighbours have used donors meanwhile."""
 UNFINISHED_S = 60.0
 """A donor whose KV files are not all there after this long will not be: a rank could not write it."""
@@ -846,7 +846,7 @@ class DirectoryWriter:
         The last use of a donor is asked for when it is its turn: neighbours use it without a word to us.
         """
         leaving, freed = list[str](), 0
-        for _ in range(MOST_LOOKS):
+        for _ in range(MAX_LOOKS):
             moved, leaving, freed = False, [], 0
             order = EvictionOrder[str]()
             for key in sorted(self._owned, key=lambda key: self._owned[key].last_used):

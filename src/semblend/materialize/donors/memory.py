@@ -188,7 +188,7 @@ class Courier:
         return arrival
 
 
-MOST_BACKLOG = 6 << 30
+MAX_BACKLOG = 6 << 30
 """Bytes under way to the host, about 120 ms of a fast bus: a donor that comes on top of more than that is not kept."""
 
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -294,7 +294,7 @@ class DonorMemory:
 
     def _refuse_backlog(self) -> None:
         backlog = 0 if self.courier is None else self.courier.backlog_bytes
-        if backlog > MOST_BACKLOG:
+        if backlog > MAX_BACKLOG:
             raise CapacityError(
                 f"{backlog} bytes of donors are still on their way to the host",
                 hint="give donors a budget on the device",

@@ -112,7 +112,7 @@ COLD = 1.0
 """The cost of a cold prefill, the unit of all costs here."""
 RETRY_BUDGET = 0.025
 """Retries of a kind may cost this share of a prefill, on average over all prompts of the kind."""
-LEAST_SKIPPED, MOST_SKIPPED = 8, 64
+MIN_SKIPPED, MAX_SKIPPED = 8, 64
 FADE = 0.9
 """Each new outcome counts 1, and those before it this much less: about the last ten decide."""
 MOST_TENANTS, MOST_RECORDS = 256, 1024
@@ -241,7 +241,7 @@ def count_skips(cost: float) -> int:
     >>> [count_skips(cost) for cost in (1.0, 1.08, 1.7, 9.0)]
     [8, 8, 28, 64]
     """
-    return min(MOST_SKIPPED, max(LEAST_SKIPPED, math.ceil(round((cost - COLD) / RETRY_BUDGET, 6))))
+    return min(MAX_SKIPPED, max(MIN_SKIPPED, math.ceil(round((cost - COLD) / RETRY_BUDGET, 6))))
 
 
 def _take(held: OrderedDict[Key, Value], key: Key, make: Callable[[], Value], most: int) -> Value:

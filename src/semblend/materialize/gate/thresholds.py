@@ -220,13 +220,13 @@ NUMBERS = (0.003, 0.01, 0.02, 0.05, 0.1, 0.3)
 """Where calibration and benchmarks look at the dial."""
 FALSE_SAFE_TIMES = 5.0
 """A prompt that was served with more than so many times the number is a false safe."""
-MOST_UNPROBED = MODE_NATS["balanced"]
+MAX_UNPROBED = MODE_NATS["balanced"]
 """Up to this number nothing is served that no repair has probed.
 
 A repair is a measurement of the prompt itself; before it there is only what layer 1 shows. And splices alone change
 words: KL .007, but F1 .885 against cold for one document under another instruction (decisions/divergence-budget.md).
 """
-LEAST_OF_AN_ORDER = 8
+MIN_OF_AN_ORDER = 8
 """Prompts of an order of passages, below which nothing is expected of it."""
 _ORDERS = tuple(PassageOrder)
 
@@ -251,7 +251,7 @@ def choose_level(expected: Mapping[int, float], nats: float) -> RecomputeLevel:
     >>> choose_level({0: .2, 10: .04}, .01).reason
     'at best 0.04 nats are expected, 0.01 are allowed'
     """
-    allowed = [percent for percent in sorted(expected) if percent or nats > MOST_UNPROBED]
+    allowed = [percent for percent in sorted(expected) if percent or nats > MAX_UNPROBED]
     for percent in allowed:
         if bound_risk(expected[percent]) <= nats:
             return RecomputeLevel(percent, expected[percent], f"{expected[percent]:.3g} of {nats:g} nats are expected")

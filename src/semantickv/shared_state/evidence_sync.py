@@ -9,7 +9,7 @@ from typing import Any
 from semantickv.routing.fingerprint import PromptPieces
 from semantickv.routing.worker_evidence import WorkerEvidence
 from semantickv.shared_state.messages import MOST_KEYS, Hello, Known, Message, Placed
-from semantickv.shared_state.news import MOST_SNAPSHOT_KEYS, NewsQueue, split_entries
+from semantickv.shared_state.outbox import MOST_SNAPSHOT_KEYS, Outbox, split_entries
 from semblend.integration.dynamo.placement import Placement, WorkerKey, WorkerState
 from semblend.prompt import Namespace
 
@@ -31,7 +31,7 @@ class SharedEvidence:
     def __init__(self, evidence: WorkerEvidence, clock: Callable[[], float] = time.monotonic) -> None:
         self.evidence = evidence
         self.taken = self.unknown = 0
-        self._news = NewsQueue(clock)
+        self._outbox = Outbox(clock)
 
     # -- as an EvidenceProvider ----------------------------------------------------------------------------------------
 
@@ -47,7 +47,7 @@ class SharedEvidence:
     def note_placed(self, prompt: PromptPieces, worker: WorkerKey) -> None:
         self.evidence.note_placed(prompt, worker)
         most = MOST_KEYS
-        self._news.put(
+        self._outbox.put(
             Placed(
                 write_worker(worker), list(prompt.hashes[:most]), list(prompt.chains[:most]), list(prompt.tokens[:most])
             )
@@ -59,21 +59,21 @@ class SharedEvidence:
     def note_fault(self, worker: WorkerKey) -> None:
         self.evidence.note_fault(worker)
 
-    # -- as an Exchange ------------------------------------------------------------------------------------------------
+    # -- as a Sync ----------------------------------------------------------------------------------------------------
 
     def note_joined(self) -> None:
         """Redis is there, for the first time or again: ask the others, and tell them."""
-        self._news.forget_pause()
-        self._news.put(Hello())
+        self._outbox.forget_pause()
+        self._outbox.put(Hello())
         self._put_snapshot()
 
     def list_outgoing(self, most: int) -> list[Message]:
         """Take the next messages that wait."""
-        return self._news.take(most)
+        return self._outbox.take(most)
 
     def list_loads(self) -> list[Message]:
         """Nothing: Dynamo knows the loads. A snapshot that is owed is put among what waits."""
-        if self._news.owes_snapshot:
+        if self._outbox.owes_snapshot:
             self._put_snapshot()
         return []
 
@@ -103,16 +103,16 @@ class SharedEvidence:
         return {
             "taken": self.taken,
             "unknown_workers": self.unknown,
-            "waiting": len(self._news),
-            "dropped": self._news.dropped,
+            "waiting": len(self._outbox),
+            "dropped": self._outbox.dropped,
         }
 
     def _put_snapshot(self) -> None:
-        if not self._news.is_snapshot_due():
+        if not self._outbox.is_snapshot_due():
             return
         for worker, entries in self.evidence.list_known(MOST_SNAPSHOT_KEYS).items():
             for keys, tokens in split_entries(entries):
-                self._news.put(Known(write_worker(worker), keys, tokens))
+                self._outbox.put(Known(write_worker(worker), keys, tokens))
 
 
 def write_worker(worker: WorkerKey) -> str:

@@ -16,10 +16,10 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from semblend.engine.server.edge.connections import Connections, Deadlines, Phase
+from semblend.http.connections import Connections, Deadlines, Phase
 from semblend.wire.errors import ApiError
 
-MAX_HEADER_BYTES = 16 << 10
+MAX_HEADER_BYTES = 64 << 10
 MAX_HEADERS = 100
 PIECE_BYTES = 1 << 10
 """Bytes handed to the parser at once while headers are read: it measures only what it could not parse yet."""
@@ -104,8 +104,15 @@ class LingeringTransport:
 class GuardedProtocol(H11Protocol):
     """One connection of a server. Every phase in which we wait for the client has an end."""
 
-    def __init__(self, config: Config, state: ServerState, connections: Connections, deadlines: Deadlines) -> None:
-        super().__init__(config, state, {})
+    def __init__(
+        self,
+        config: Config,
+        state: ServerState,
+        connections: Connections,
+        deadlines: Deadlines,
+        app_state: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(config, state, app_state or {})
         self.conn: h11.Connection = StrictConnection(h11.SERVER, MAX_HEADER_BYTES)
         self._books = connections
         self._deadlines = deadlines
@@ -277,6 +284,3 @@ class GuardedProtocol(H11Protocol):
             self.transport.abort()
         else:
             self._watch_writes()
-
-
-MakesProtocol = Callable[[], GuardedProtocol]

@@ -24,11 +24,11 @@ httpx = pytest.importorskip("httpx", reason="the tests need httpx")
 from live_server import post_bytes, read_to_end, run_server, wait_until  # noqa: E402
 
 from semblend.config import SemBlendConfig  # noqa: E402
-from semblend.engine.server.edge.connections import Connections, Phase  # noqa: E402
-from semblend.engine.server.edge.listener import Acceptor  # noqa: E402
-from semblend.engine.server.edge.protocol import MOST_PIPELINED  # noqa: E402
 from semblend.engine.server.tenants import Tenants  # noqa: E402
 from semblend.facade import SemBlend  # noqa: E402
+from semblend.http.connections import Connections, Phase  # noqa: E402
+from semblend.http.protocol import MOST_PIPELINED  # noqa: E402
+from semblend.http.server import Acceptor  # noqa: E402
 from semblend.wire.answer import Chunk  # noqa: E402
 from semblend.wire.request import Request  # noqa: E402
 from tests.fakes.fake_engine import FakeEngine  # noqa: E402
@@ -347,7 +347,7 @@ SMUGGLED = b"GET /flush_cache HTTP/1.1\r\nHost: x\r\n\r\n"
         (b"POST /x HTTP/1.0\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
         (b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\nContent-Length: 5\r\n\r\n", 400),
         (b"POST /x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip, chunked\r\n\r\n", 501),
-        (b"GET /x HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 20_000 + b"\r\n\r\n", 431),
+        (b"GET /x HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 80_000 + b"\r\n\r\n", 431),
         (b"GET /x HTTP/1.1\r\nHost: x\r\n" + b"A: b\r\n" * 101 + b"\r\n", 431),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),
     ],

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -167,19 +167,24 @@ def _count_open_files() -> int:
 class RareLines(logging.Filter):
     """Lets a message through once in ``every_s`` seconds: whoever sends nonsense must not fill the log with it.
 
-    The next line of its kind says how many were left out.
+    The next line of its kind says how many were left out. Messages of ``hidden`` never come through.
     """
 
     MOST_KINDS = 256
 
-    def __init__(self, every_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, every_s: float = 60.0, clock: Callable[[], float] = time.monotonic, hidden: Collection[str] = ()
+    ) -> None:
         super().__init__()
+        self._hidden = frozenset(hidden)
         self._every_s = every_s
         self._clock = clock
         self._last: dict[str, float] = {}
         self._left_out: dict[str, int] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
+        if record.msg in self._hidden:
+            return False
         kind, now = _find_kind(record), self._clock()
         if now - self._last.get(kind, -self._every_s) < self._every_s:
             self._left_out[kind] = self._left_out.get(kind, 0) + 1

@@ -25,7 +25,7 @@ from semantickv.shared_state.messages import (
     Refused,
     name_replica,
 )
-from semantickv.shared_state.news import MOST_SNAPSHOT_KEYS, NewsQueue, split_entries
+from semantickv.shared_state.outbox import MOST_SNAPSHOT_KEYS, Outbox, split_entries
 from semblend.arrange import Sent
 
 MOST_SNAPSHOT_ORDERS = 512
@@ -34,8 +34,8 @@ LOAD_LIFE_S = 3.0
 """The load that another router reported counts for so long."""
 
 
-class StateExchange:
-    """One router's side of the exchange. ``probe`` asks a replica whether it is well."""
+class RouterSync:
+    """What one router tells the others, and takes from them. ``probe`` asks a replica whether it is well."""
 
     def __init__(
         self,
@@ -45,15 +45,23 @@ class StateExchange:
     ) -> None:
         self.router = router
         self.taken = self.unknown = 0
-        self._news = NewsQueue(clock)
+        self._outbox = Outbox(clock)
         self._probe = probe
         self._clock = clock
-        self._names = {name_replica(one.pool.address.url): one for one in router.replicas}
-        self._name_of = {replica.id: name for name, replica in self._names.items()}
-        self._by_id = {replica.id: replica for replica in router.replicas}
         self._loads: dict[tuple[str, str], tuple[float, Load]] = {}
-        self._were_up = {one.id: one.can_serve for one in router.replicas}
+        self._were_up: dict[str, bool] = {}
         self._probes: set[asyncio.Task[None]] = set()
+        self._name_of: dict[str, str] = {}
+        self.note_replicas()
+
+    def note_replicas(self) -> None:
+        """The router's replicas have changed."""
+        replicas = self.router.replicas
+        self._names = {name_replica(one.pool.address.url): one for one in replicas}
+        # A request may still end on a replica that has left: its name is known to the end.
+        self._name_of |= {replica.id: name for name, replica in self._names.items()}
+        self._by_id = {replica.id: replica for replica in replicas}
+        self._were_up = {one.id: self._were_up.get(one.id, one.can_serve) for one in replicas}
 
     # -- out ---------------------------------------------------------------------------------------------------------
 
@@ -68,12 +76,12 @@ class StateExchange:
             self._name_of[decision.replica.id],
             list(pieces.hashes[:most]), list(pieces.chains[:most]), list(pieces.tokens[:most]), home,
         )  # fmt: skip
-        self._news.put(message)
+        self._outbox.put(message)
 
     def note_refused(self, decision: RouteDecision, new: Sequence[int]) -> None:
         """The replica refused a request: what it alone brought is not there."""
         for at in range(0, len(new), MOST_KEYS):
-            self._news.put(Refused(self._name_of[decision.replica.id], list(new[at : at + MOST_KEYS])))
+            self._outbox.put(Refused(self._name_of[decision.replica.id], list(new[at : at + MOST_KEYS])))
 
     def note_arranged(self, decision: RouteDecision, sent: Sequence[Sent]) -> None:
         """The replica got passages in these orders."""
@@ -82,17 +90,17 @@ class StateExchange:
 
     def note_joined(self) -> None:
         """Redis is there, for the first time or again: ask the others, and tell them."""
-        self._news.forget_pause()
-        self._news.put(Hello())
+        self._outbox.forget_pause()
+        self._outbox.put(Hello())
         self._put_snapshot()
 
     def list_outgoing(self, most: int) -> list[Message]:
         """Take the next messages that wait."""
-        return self._news.take(most)
+        return self._outbox.take(most)
 
     def list_loads(self) -> list[Message]:
         """The load of this moment, and the replicas that have begun to fail since the last time."""
-        if self._news.owes_snapshot:
+        if self._outbox.owes_snapshot:
             self._put_snapshot()
         found: list[Message] = []
         for one in self.router.replicas:
@@ -105,18 +113,18 @@ class StateExchange:
 
     def _put_snapshot(self) -> None:
         """Tell everything that is known; not again before a pause is over, but then."""
-        if not self._news.is_snapshot_due():
+        if not self._outbox.is_snapshot_due():
             return
         for one in self.router.replicas:
             for keys, tokens in split_entries(one.memory.list_recent(MOST_SNAPSHOT_KEYS)):
-                self._news.put(Known(self._name_of[one.id], keys, tokens))
+                self._outbox.put(Known(self._name_of[one.id], keys, tokens))
             for sent in one.arranger.list_sent(MOST_SNAPSHOT_ORDERS) if one.arranger is not None else ():
                 self._put_order(one, sent)
 
     def _put_order(self, replica: Replica, sent: Sent) -> None:
         if sent.keys and len(sent.keys) <= MOST_KEYS:
             name = self._name_of[replica.id]
-            self._news.put(Ordered(name, sent.owner, sent.scope, sent.root, list(sent.keys), list(sent.sizes)))
+            self._outbox.put(Ordered(name, sent.owner, sent.scope, sent.root, list(sent.keys), list(sent.sizes)))
 
     # -- in ----------------------------------------------------------------------------------------------------------
 
@@ -157,8 +165,9 @@ class StateExchange:
         for one in self.router.replicas:
             one.running_elsewhere = one.waiting_elsewhere = 0
         for (_, name), (_, load) in self._loads.items():
-            self._by_id[name].running_elsewhere += load.running
-            self._by_id[name].waiting_elsewhere += load.waiting_tokens
+            if (replica := self._by_id.get(name)) is not None:
+                replica.running_elsewhere += load.running
+                replica.waiting_elsewhere += load.waiting_tokens
 
     def _look_at(self, replica: Replica) -> None:
         """Another router says that a replica fails: one look of our own decides."""
@@ -170,13 +179,13 @@ class StateExchange:
 
     async def _check(self, replica: Replica) -> None:
         if not await self._probe(replica):
-            replica.note_probe(False)
-            replica.note_probe(False)  # the other router's word counts as the second sign
+            for _ in range(replica.failed_probes_to_leave):  # the other router's word counts as the other signs
+                replica.note_probe(False)
 
     def describe(self) -> dict[str, Any]:
         """Counts for the operator."""
         senders = {sender for sender, _ in self._loads}
         return {
             "routers_seen": len(senders), "taken": self.taken, "unknown_replicas": self.unknown,
-            "waiting": len(self._news), "dropped": self._news.dropped,
+            "waiting": len(self._outbox), "dropped": self._outbox.dropped,
         }  # fmt: skip

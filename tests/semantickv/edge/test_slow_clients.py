@@ -13,12 +13,11 @@ import pytest
 from edge_servers import PATIENCE_S, EngineThread, serve
 
 from semantickv.apps.build import build_proxy
-from semantickv.apps.tls import TlsFiles
-from semantickv.edge import addresses
-from semantickv.edge.client_connection import JoiningTransport
+from semantickv.edge import upstream_call
 from semantickv.settings import EdgeSettings
-from semblend.engine.server.edge.connections import Deadlines
 from semblend.errors import ConfigError
+from semblend.http.connections import Deadlines
+from semblend.http.server import TlsFiles
 from tests.fakes.scripted_engine import answer_json, stream
 
 CHAT = "/v1/chat/completions"
@@ -116,27 +115,6 @@ def test_when_all_places_are_taken_the_longest_silent_client_goes():
                 one.close()
 
 
-def test_the_head_of_an_answer_and_its_body_are_one_write():
-    writes: list[bytes] = []
-
-    class Transport:
-        write = staticmethod(writes.append)
-
-    soon: list = []
-
-    class Loop:
-        call_soon = staticmethod(soon.append)
-
-    joining = JoiningTransport(Transport(), Loop())
-    joining.write(b"HTTP/1.1 200 OK\r\n\r\n")
-    joining.write(b"body")
-    soon.pop()()
-    assert writes == [b"HTTP/1.1 200 OK\r\n\r\nbody"]
-    joining.write(b"HTTP/1.1 200 OK\r\n\r\n")
-    soon.pop()()  # the body comes later: the head does not wait for it
-    assert writes[1:] == [b"HTTP/1.1 200 OK\r\n\r\n"]
-
-
 # -- TLS ---------------------------------------------------------------------------------------------------------------
 
 
@@ -155,7 +133,7 @@ def certificate(tmp_path_factory):
 
 def test_tls_in_front_and_behind(certificate, monkeypatch):
     trusting = ssl.create_default_context(cafile=certificate.certificate)
-    monkeypatch.setattr(addresses, "_default_tls", lambda: trusting)
+    monkeypatch.setattr(upstream_call, "_default_tls", lambda: trusting)
     serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     serving.load_cert_chain(certificate.certificate, certificate.key)
     events = [f"data: {n}\n\n".encode() for n in range(20)]

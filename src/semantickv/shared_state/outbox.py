@@ -1,4 +1,4 @@
-"""News that waits for Redis, and when a router may tell all that it knows."""
+"""Messages that wait for Redis, and when a router may tell all that it knows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_SNAPSHOT_KEYS = 64_000
 SNAPSHOT_PAUSE_S = 10.0
 
 
-class Exchange(Protocol):
+class Sync(Protocol):
     """What the link to Redis asks of a router. Nothing here waits."""
 
     def note_joined(self) -> None:
@@ -38,14 +38,14 @@ class Exchange(Protocol):
         """Counts for the operator."""
 
 
-ExchangeT = TypeVar("ExchangeT", bound=Exchange)
+SyncT = TypeVar("SyncT", bound=Sync)
 
 
-class NewsQueue:
+class Outbox:
     """A bounded queue of messages, and the pause between two snapshots.
 
-    >>> news = NewsQueue(clock=lambda: 0.0)
-    >>> news.is_snapshot_due(), news.is_snapshot_due(), news.owes_snapshot
+    >>> outbox = Outbox(clock=lambda: 0.0)
+    >>> outbox.is_snapshot_due(), outbox.is_snapshot_due(), outbox.owes_snapshot
     (True, False, True)
     """
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semblend.engine.server.edge import connections as edge
-from semblend.engine.server.edge.connections import Connections, Phase, RareLines, plan_limit
 from semblend.errors import ConfigError
+from semblend.http import connections as edge
+from semblend.http.connections import Connections, Phase, RareLines, plan_limit
 
 
 class Wire:

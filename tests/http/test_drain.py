@@ -18,10 +18,10 @@ from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from semblend.config import SemBlendConfig
-from semblend.engine.server.edge import listener
-from semblend.engine.server.edge.connections import Connections, Deadlines, Phase
-from semblend.engine.server.edge.protocol import GuardedProtocol
 from semblend.facade import SemBlend
+from semblend.http import server as listener
+from semblend.http.connections import Connections, Deadlines, Phase
+from semblend.http.protocol import GuardedProtocol
 from tests.fakes.fake_engine import FakeEngine
 
 CHAT = "/v1/chat/completions"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 from pathlib import Path
@@ -62,11 +63,10 @@ class VllmLives(Engine):
     def preempt(self, rng: random.Random) -> None:
         """vLLM takes the blocks of all that run; its prefix cache goes with it, our donors stay.
 
-        While a load is under way it refuses to, and ends.
+        Where a load holds blocks it cannot empty the cache and says so; the others are preempted all the same.
         """
-        if any(record.is_loading for record in self.world.half._records.values()):
-            return
-        self.world.scheduler.reset_prefix_cache(reset_running_requests=True)
+        with contextlib.suppress(RuntimeError):
+            self.world.scheduler.reset_prefix_cache(reset_running_requests=True)
         self.world.half.donors.resets.was_reset()
 
     def reset(self) -> None:

@@ -20,7 +20,7 @@ class VllmLives(Engine):
     def __init__(self, world: Any, seed: int) -> None:
         super().__init__()
         self.world, self.engine, self.rng = world, world.llm.llm_engine, random.Random(seed)
-        self.seed, self.under_way, self.asked = seed, set(), []
+        self.seed, self.under_way, self.silent, self.asked = seed, set(), set(), []
         world.forget_prefixes()
         world.half.reset()
         world.events.clear()
@@ -39,15 +39,16 @@ class VllmLives(Engine):
         given = {"prompt_token_ids": tokens} | ({"cache_salt": salt} if salt else {})
         self.engine.add_request(name, given, params)
         self.under_way.add(name)
+        self.silent.add(name)
         self.asked.append((tokens, salt))
 
     def step(self) -> None:
         for output in self.engine.step():
             name = output.request_id
-            if output.outputs[0].token_ids and not output.finished:
-                self.answered[name] = max(1, self.answered[name])
+            if output.outputs[0].token_ids and name in self.silent:
+                self.silent.discard(name)
+                self.answered[name] += 1
             if output.finished:
-                self.answered[name] = max(1, self.answered[name])
                 self.under_way.discard(name)
         told = [event for event in self.world.events if event.fields.get("receipt") is not None]
         self.receipts.clear()

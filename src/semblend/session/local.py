@@ -231,13 +231,14 @@ class LocalSessions:
         return self._rules.confirm(session)
 
     def forget(self, request_id: str) -> None:
-        """The request is gone. Slots that a load still has go back; those in its row are the engine's to free."""
-        session = self.find(request_id)
+        """The request is gone, whatever fails. Slots of a load go back; those in its row are the engine's to free."""
+        session = self._book.pop(request_id, None)
         if session is not None:
-            self._stop_load(session)
-            self._give_slots_back(session)
-            self._rules.end(session)
-            del self._book[request_id]
+            try:
+                self._stop_load(session)
+            finally:
+                self._give_slots_back(session)
+                self._rules.end(session)
 
     def give_up(self, request_id: str, where: str, error: BaseException) -> None:
         """A hook failed for this request: it is computed cold, and an event says why."""
@@ -310,6 +311,8 @@ class LocalSessions:
 
     def _give_slots_back(self, session: ReuseSession) -> None:
         load = self._loads.pop(session.request_id, None)
+        if self._loading is session:
+            self._loading = None
         if load is not None and not load.is_handed_over:
             self._pool.give_back(load.slots)
 

@@ -394,13 +394,13 @@ def test_a_package_that_is_missing_names_its_extra(
 ) -> None:
 
     def fail(args: object) -> int:
-        raise ModuleNotFoundError("No module named 'httptools'", name="httptools")
+        raise ModuleNotFoundError("No module named 'redis'", name="redis")
 
     monkeypatch.setattr("semantickv.commands.router._run_demo", fail)
     assert semantickv.cli.main(["router", "--demo"]) == 2
     said = capsys.readouterr().err
     assert said == (
-        "error: this needs the package httptools, which is not installed\nhint: pip install 'semblend-suite[edge]'\n"
+        "error: this needs the package redis, which is not installed\nhint: pip install 'semblend-suite[edge]'\n"
     )
 
 

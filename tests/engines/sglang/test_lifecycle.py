@@ -117,4 +117,4 @@ def test_whatever_happens_to_requests_in_sglang_the_contract_holds(engine, is_lo
         live(SglangLives(engine, seed), seed, events=12)
         told = [event.fields.get("receipt") for event in engine.events]
         reused += sum(receipt.reused_tokens for receipt in told if receipt is not None)
-    assert reused > 1_000, "the lives have led past every load"
+    assert reused > 400, "the lives have led past every load"

@@ -294,7 +294,7 @@ def test_a_redis_that_is_slow_or_broken_costs_no_request(kind):
     run(test())
 
 
-def test_entries_of_somebody_else_in_the_stream_are_counted_and_left_out(tmp_path):
+def test_entries_that_are_forged_or_garbage_are_counted_and_left_out(tmp_path):
     import redis.asyncio as client_library
 
     async def test():
@@ -304,18 +304,24 @@ def test_entries_of_somebody_else_in_the_stream_are_counted_and_left_out(tmp_pat
                 client = client_library.from_url(server.url)
                 name = name_replica(first.router.replicas[0].pool.address.url)
                 lie = Placed(name, [1], [2], [3])
+
+                def sign(data: bytes) -> dict[str, Any]:
+                    return {"from": "me", "news": data, "sign": first.link._sign(b"me", data)}
+
                 for fields in (
                     {"x": "y"},
-                    {"from": "me", "news": b"\xc1"},
-                    {"from": "me", "news": write_messages([lie])[:-1]},
-                    {"from": "me", "news": b"\x91\x95\xa6placed\xa1r\x91\x01\x91\x02\x91\x80"},
-                    {"from": "me", "news": b"x" * (2 << 20)},
+                    sign(b"\xc1"),
+                    sign(write_messages([lie])[:-1]),
+                    sign(b"\x91\x95\xa6placed\xa1r\x91\x01\x91\x02\x91\x80"),
+                    sign(b"x" * (2 << 20)),
                 ):
                     await client.xadd("semantickv:default:deltas", fields)
                 await wait_until(lambda: first.link.garbage == second.link.garbage == 5)
-                await client.xadd(
-                    "semantickv:default:deltas", {"from": "me", "news": write_messages([Failing("nobody's"), Hello()])}
-                )
+                forged = sign(write_messages([lie]))
+                for fields in ({"from": "me", "news": forged["news"]}, {**forged, "from": "another"}):
+                    await client.xadd("semantickv:default:deltas", fields)
+                await wait_until(lambda: first.link.unsigned == second.link.unsigned == 2)
+                await client.xadd("semantickv:default:deltas", sign(write_messages([Failing("nobody's"), Hello()])))
                 await wait_until(lambda: first.link.sync.unknown == 1)
                 home, _, _ = await send(first, write_document("a"))
                 await wait_until(lambda: any(count_known(second, write_document("a"))))

@@ -10,7 +10,10 @@ from semantickv.edge.upstream_call import Upstream
 
 @pytest.fixture(autouse=True)
 def no_client_is_left_to_the_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Applications that a test never shuts down leave connections whose loop is gone: they are let go here."""
+    """Applications that a test never shuts down leave connections whose loop is gone: they are let go here.
+
+    A loop that still runs is a server's that several tests share: its connections stay.
+    """
     opened: list[aiohttp.ClientSession] = []
     open_session = Upstream._open_session
 
@@ -24,6 +27,6 @@ def no_client_is_left_to_the_collector(monkeypatch: pytest.MonkeyPatch) -> Itera
     yield
     for session in opened:
         connector = session.connector
-        if connector is not None:
+        if connector is not None and not connector._loop.is_running():
             session.detach()
             connector._conns.clear()

@@ -55,7 +55,7 @@ def _cut(rows: Rows) -> list[int]:
 
 
 class PassAttention:
-    """Attention of one pass, layer by layer: it shows the pass to an observer, writes the rows' KV and attends to it."""
+    """Attention of one pass, layer by layer: shows it to an observer, writes the rows' KV and attends to it."""
 
     def __init__(self, rows: Rows, layout: Layout, observer: Observer | None) -> None:
         self._rows, self._layout = rows, layout

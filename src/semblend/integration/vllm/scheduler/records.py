@@ -279,19 +279,20 @@ def explain_decline(request: Any, *, require_cache_salt: bool = False) -> str | 
     """
     if require_cache_salt and not getattr(request, "cache_salt", None):
         return "this server reuses for requests with a cache_salt only (require_cache_salt), and it has none"
-    if getattr(request, "pooling_params", None) is not None:
-        return "a pooling request has no next token to check"
-    if getattr(request, "prompt_embeds", None) is not None:
-        return "prompt embeddings have no tokens to compare"
-    if getattr(request, "mm_features", None):
-        return "multimodal tokens stand for inputs that token ids do not show"
-    if getattr(request, "lora_request", None) is not None:
-        return "a LoRA adapter is bound to the rows of vLLM's own batch"
-    if getattr(request, "skip_reading_prefix_cache", False):
-        return "the request wants every token computed (prompt logprobs)"
-    if getattr(request, "resumable", False):
-        return "a streaming-input session grows while it runs"
+    for name, why in _DECLINES:
+        if getattr(request, name, None) not in (None, False, [], ()):
+            return why
     return _explain_transfer_decline(getattr(request, "kv_transfer_params", None) or {})
+
+
+_DECLINES = (
+    ("pooling_params", "a pooling request has no next token to check"),
+    ("prompt_embeds", "prompt embeddings have no tokens to compare"),
+    ("mm_features", "multimodal tokens stand for inputs that token ids do not show"),
+    ("lora_request", "a LoRA adapter is bound to the rows of vLLM's own batch"),
+    ("skip_reading_prefix_cache", "the request wants every token computed (prompt logprobs)"),
+    ("resumable", "a streaming-input session grows while it runs"),
+)
 
 
 def _explain_transfer_decline(params: Mapping[str, Any]) -> str | None:

@@ -41,7 +41,7 @@ from semblend.cli.shared_flags import MANY
 from semblend.errors import InputError
 
 if TYPE_CHECKING:
-    import httpx
+    from aiohttp import ClientSession
 
 
 def add(commands: Commands) -> None:
@@ -281,7 +281,7 @@ def add_server_flags(parser: argparse.ArgumentParser, *, default: str, names: Se
     )
 
 
-def make_backend(args: argparse.Namespace, client: httpx.AsyncClient, model: str, **own: Any) -> ServerBackend:
+def make_backend(args: argparse.Namespace, client: ClientSession, model: str, **own: Any) -> ServerBackend:
     """Return the backend that ``--engine``, ``--base-url`` and ``--api-key`` ask for."""
     base, keys = check_url(args.base_url, "--base-url"), parse_keys(args.api_key)
     if args.engine == "sglang":

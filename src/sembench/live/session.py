@@ -32,7 +32,7 @@ from semblend.cli.output import Progress, say
 from semblend.errors import InputError
 
 if TYPE_CHECKING:
-    import httpx
+    from aiohttp import ClientSession
 
 # -- the judge -------------------------------------------------------------------------------------------------------
 # An optional judge: a model behind an OpenAI endpoint rates how well an answer agrees with a reference.
@@ -75,7 +75,7 @@ def parse_points(text: str) -> float | None:
 
 
 async def judge_answers(
-    client: httpx.AsyncClient,
+    client: ClientSession,
     url: str,
     model: str,
     records: Sequence[RequestRecord],
@@ -98,7 +98,7 @@ async def judge_answers(
     return judged
 
 
-async def _ask_judge(client: httpx.AsyncClient, url: str, model: str, call: PromptCall) -> str:
+async def _ask_judge(client: ClientSession, url: str, model: str, call: PromptCall) -> str:
     """Return the judge's reply, or nothing after `TRIES` errors. Nobody times a judge: it may be asked again."""
     for _ in range(TRIES):
         answer = build_chat_answer(await post_stream(client, url + CHAT, build_chat_body(call, model), {}), call)
@@ -117,7 +117,7 @@ class LiveSession:
     manifest: str
     output: str
     model: str
-    make: Callable[[httpx.AsyncClient], ServerBackend]
+    make: Callable[[ClientSession], ServerBackend]
     timeout_s: float
     servers: Sequence[str] = ()
     metrics_urls: Sequence[str] = ()

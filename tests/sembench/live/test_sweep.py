@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("httpx", reason="live runs need httpx")
-
 from live_cases import manifest
 from lying_backend import LyingBackend
 

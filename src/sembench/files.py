@@ -118,6 +118,7 @@ def read_fields(
 
 def _read_typed(name: str, value: Any, declared: str, required: bool) -> tuple[Any, str]:
     """Return the value of a field as its declared type has it, and what is wrong with it."""
+    given: Any = value
     base, _, inner = declared.removesuffix(" | None").rstrip("]").partition("[")
     if value is None and (declared.endswith("None") or (base == "tuple" and not required)):
         return (None if declared.endswith("None") else ()), ""
@@ -128,7 +129,7 @@ def _read_typed(name: str, value: Any, declared: str, required: bool) -> tuple[A
         return None, f"{name} is {_name_kind(value)}, not {word}"
     if base != "tuple":
         return value, ""
-    items = [_read_typed(f"{name}[{at}]", item, inner.partition(",")[0], True) for at, item in enumerate(value)]
+    items = [_read_typed(f"{name}[{at}]", item, inner.partition(",")[0], True) for at, item in enumerate(given)]
     return tuple(item for item, _ in items), next((wrong for _, wrong in items if wrong), "")
 
 

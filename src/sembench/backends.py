@@ -675,3 +675,14 @@ async def read_identity(client: ClientSession, url: str) -> dict[str, Any]:
             found["version"] = told["version"]
             break
     return found
+
+
+async def verify_model(backend: ServerBackend, model: str) -> None:
+    """Refuse to measure a server that serves another model, or none."""
+    names, error = await backend.list_models()
+    if error is not None:
+        raise InputError(f"the server does not answer: {error}", hint="check the URL, or --skip-verify")
+    if model and model not in names:
+        raise InputError(
+            f"the server serves {', '.join(names) or 'no model'}, not {model}", hint="check --model, or --skip-verify"
+        )

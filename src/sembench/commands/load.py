@@ -11,8 +11,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from sembench.backends import PromptCall, check_url, open_client, read_identity
-from sembench.commands.live import add_server_flags, make_backend, parse_non_negative, parse_positive
+from sembench.backends import PromptCall, check_url, open_client, read_identity, verify_model
+from sembench.commands.endpoint import add_server_flags, make_backend
+from sembench.commands.live import parse_non_negative, parse_positive
 from sembench.files import hash_file, make_folder_of, write_text
 from sembench.live.load import (
     RequestArrival,
@@ -27,7 +28,6 @@ from sembench.live.load import (
     read_trace,
     run_sweep,
 )
-from sembench.live.session import verify_model
 from sembench.manifests.cases import read_manifest
 from sembench.manifests.traffic import group_conversations, read_traffic
 from sembench.result import LoadPoint, LoadResult, describe_environment, get_utc_time, make_run_id, write_load_result

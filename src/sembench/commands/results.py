@@ -10,10 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sembench.commands.live import parse_positive
+from sembench.commands.live import describe_window, parse_positive, summarize_result
 from sembench.files import read_json_object, write_text
 from sembench.gates import GATES, LOAD_GATES, ResultGate, check, check_load, observe, read_summary
-from sembench.live.session import describe_window, summarize_result
 from sembench.result import RequestRecord, Result, is_load_result, read_load_result, read_result, write_result
 from sembench.scoring.aggregate import build_result
 from sembench.scoring.answers import ComparableAnswer, score_against_cold

@@ -11,7 +11,7 @@ from live_cases import gateway_code, manifest, run_gateway
 from lying_backend import Lie, LyingBackend
 
 from sembench.cli import build_parser, main
-from sembench.live.session import judge_answers, parse_points
+from sembench.live.judge import judge_answers, parse_points
 from sembench.result import RequestRecord, read_result
 
 

@@ -232,6 +232,7 @@ async def _run(
 ) -> Result:
     make_folder_of(args.output)
     # What is wrong with the flags is reported before the measuring starts.
+    metrics = [check_url(url, "--metrics-url") for url in args.metrics_url]
     judge_url = check_url(args.judge_url, "--judge-url") if args.judge_url else ""
     judge_headers = _authorize(args.judge_api_key)
     for path in args.connector_audit:
@@ -244,7 +245,6 @@ async def _run(
         backend = target.make(client)
         if not args.skip_verify:
             await verify_model(backend, args.model)
-        metrics = [check_url(url, "--metrics-url") for url in args.metrics_url]
         scraper = Scraper(client, metrics or target.metrics_urls)
         if not metrics:
             await scraper.keep_working_ones()

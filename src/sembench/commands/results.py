@@ -131,22 +131,9 @@ def _add_assert_result_gates(commands: Commands) -> None:
     )
     flag = parser.add_argument
     flag("--result", required=True, metavar="FILE", help="result to judge")
-    flag(
-        "--engine-summary",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="summary of an engine's log; repeat it for several engines",
-    )
+    _add_evidence_flags(parser)
     flag("--noise-floor-calibration", metavar="FILE", help="from sembench calibrate-noise-floor")
     flag("--manifest", default="", metavar="FILE", help="the manifest that the run must be made with")
-    flag(
-        "--min-witnesses",
-        type=parse_positive,
-        default=MIN_WITNESSES,
-        metavar="N",
-        help="independent channels (answer, counters, engine log) that must state reuse (default: 2)",
-    )
     flag(
         "--only-requested",
         action="store_true",
@@ -157,6 +144,23 @@ def _add_assert_result_gates(commands: Commands) -> None:
     flag("--allow-missing", action="store_true", help="let a gate pass whose metric nobody observed")
     flag("--pessimistic", action="store_true", help="judge the worse end of the 95 %% interval, where there is one")
     flag("--output", metavar="FILE", help="write the verdict here too")
+
+
+def _add_evidence_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--engine-summary",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="summary of an engine's log; repeat it for several engines",
+    )
+    parser.add_argument(
+        "--min-witnesses",
+        type=parse_positive,
+        default=MIN_WITNESSES,
+        metavar="N",
+        help="independent channels (answer, counters, engine log) that must state reuse (default: 2)",
+    )
 
 
 def _add_gates(parser: argparse._ActionsContainer, gates: Sequence[ResultGate]) -> None:
@@ -382,22 +386,9 @@ def _add_report(commands: Commands) -> None:
     )
     flag = parser.add_argument
     flag("--result", required=True, metavar="FILE", help="result to show")
-    flag(
-        "--engine-summary",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="summary of an engine's log to show beside it; may be given several times",
-    )
+    _add_evidence_flags(parser)
     flag("--output", metavar="FILE", help="HTML page to write (default: the result's name with .html)")
     flag("--markdown", metavar="FILE", help="Markdown page to write")
-    flag(
-        "--min-witnesses",
-        type=parse_positive,
-        default=MIN_WITNESSES,
-        metavar="N",
-        help="independent channels that must state reuse (default: 2)",
-    )
     flag("--title", metavar="TEXT", help="title of the page (default: the run's id or the result's name)")
 
 

@@ -28,8 +28,8 @@ from semblend.engine.model.sampling import Draw, make_generator, sample  # noqa:
 from semblend.engine.model.spec import ModelSpec  # noqa: E402
 from semblend.engine.server.config import ServeConfig  # noqa: E402
 from semblend.engine.server.dashboard import LiveRequest  # noqa: E402
+from semblend.engine.server.local_engine import LocalEngine  # noqa: E402
 from semblend.engine.server.routes import create_app  # noqa: E402
-from semblend.engine.server.serving_adapter import LocalEngine  # noqa: E402
 from semblend.errors import SemBlendError  # noqa: E402
 from semblend.plan.reuse_plan import DeclineReason  # noqa: E402
 from semblend.span import Span  # noqa: E402
@@ -241,7 +241,7 @@ def test_one_bad_prompt_of_several_ends_all_of_them_and_frees_their_places():
         assert mixed.json()["error"]["param"] == "prompt"
         assert server.app.state.service.gate.running == 0
         assert server.post("/v1/completions", {"prompt": "next", "max_tokens": 1}).status_code == 200
-        server.engine.engine.call_soon(lambda inner: inner.check()).result(10)
+        server.engine.call_soon(lambda inner: inner.check()).result(10)
         assert not server.inner.has_work
 
 
@@ -428,7 +428,7 @@ def test_no_type_of_any_field_makes_the_server_fail(server, path, field):
 
 
 def test_after_all_that_the_engine_holds_nothing_and_is_right(server):
-    server.engine.engine.call_soon(lambda inner: inner.check()).result(10)
+    server.engine.call_soon(lambda inner: inner.check()).result(10)
     assert not server.inner.has_work
     assert server.app.state.service.gate.running == 0
     ids = Characters().encode("still right?")

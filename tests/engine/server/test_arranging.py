@@ -20,7 +20,7 @@ from semblend.arrange import Arranger
 from semblend.config import SemBlendConfig
 from semblend.engine.core.assemble import assemble
 from semblend.engine.core.config import EngineConfig
-from semblend.engine.server.serving_adapter import LocalEngine
+from semblend.engine.server.local_engine import LocalEngine
 from semblend.engine.server.tenants import Tenants
 from semblend.facade import SemBlend
 from semblend.prompt import Namespace

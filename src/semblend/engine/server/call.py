@@ -16,8 +16,8 @@ from starlette.types import Receive
 
 from semblend.arrange.arranger import CHARS_PER_TOKEN
 from semblend.engine.server.dashboard import LiveRequest
-from semblend.engine.server.merge import merge
 from semblend.engine.server.service import ParsedBody, Service
+from semblend.engine.server.serving import merge
 from semblend.engine.server.tenants import Identity
 from semblend.prompt import Prompt
 from semblend.text.token_budget import TokenBudget, TooManyTokensError

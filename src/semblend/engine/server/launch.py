@@ -20,7 +20,7 @@ from semblend.engine.model.model import DecoderModel, PooledModel
 from semblend.engine.model.tokenizer import ModelTokenizer
 from semblend.engine.model.weights import read_name
 from semblend.engine.server.config import ServeConfig
-from semblend.engine.server.serving_adapter import LocalEngine
+from semblend.engine.server.local_engine import LocalEngine
 from semblend.errors import ConfigError, InputError, StoreError
 from semblend.facade import SemBlend
 from semblend.materialize.blend.passes import MANY_ROWS, measure_pass_rows

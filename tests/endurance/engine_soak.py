@@ -291,7 +291,7 @@ def weather(
             seen = asyncio.run(storm(host, port, asker.prompt, clients, seed, tokens=8, patience_s=patience_s))
             wrong = list(seen.wrong)
             if not until(lambda: quiet(app, engine), patience_s):
-                gate = app.state.service.gate
+                gate = app.state.service.admission
                 wrong.append(f"{gate.running} places and {gate.waiting} in line are still taken: {engine.load}")
             try:
                 status, _, body = asyncio.run(answer_of(host, port, known, patience_s))

@@ -196,7 +196,7 @@ def test_a_client_that_does_not_read_its_stream_loses_its_place_long_before_the_
     with run_server(fake, write_timeout_s=0.3) as server, server.connect() as wire:
         wire.sendall(post_bytes(CHAT, chat(stream=True)))
         wait_until(lambda: bool(fake.cancelled))
-        wait_until(lambda: server.app.state.service.gate.running == 0)
+        wait_until(lambda: server.app.state.service.admission.running == 0)
         wait_until(lambda: len(server.server.connections) == 0)
 
 

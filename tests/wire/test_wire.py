@@ -239,7 +239,7 @@ def test_one_bad_prompt_of_several_ends_all_of_them_and_frees_their_places():
         mixed = server.post("/v1/completions", {"prompt": [[5], [1, 500], [6]], "max_tokens": 400})
         assert mixed.status_code == 400
         assert mixed.json()["error"]["param"] == "prompt"
-        assert server.app.state.service.gate.running == 0
+        assert server.app.state.service.admission.running == 0
         assert server.post("/v1/completions", {"prompt": "next", "max_tokens": 1}).status_code == 200
         server.engine.call_soon(lambda inner: inner.check()).result(10)
         assert not server.inner.has_work
@@ -250,7 +250,7 @@ def test_more_prompts_than_the_gate_takes_are_429_and_leave_nothing_behind():
         refused = server.post("/v1/completions", {"prompt": ["a", "b", "c", "d"], "max_tokens": 50})
         assert refused.status_code == 429
         assert refused.headers["retry-after"]
-        gate = server.app.state.service.gate
+        gate = server.app.state.service.admission
         assert (gate.running, gate.waiting) == (0, 0)
         assert server.post("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 2}).status_code == 200
 
@@ -430,7 +430,7 @@ def test_no_type_of_any_field_makes_the_server_fail(server, path, field):
 def test_after_all_that_the_engine_holds_nothing_and_is_right(server):
     server.engine.call_soon(lambda inner: inner.check()).result(10)
     assert not server.inner.has_work
-    assert server.app.state.service.gate.running == 0
+    assert server.app.state.service.admission.running == 0
     ids = Characters().encode("still right?")
     body = {"prompt": ids, "max_tokens": 6, "temperature": 0, "ignore_eos": True, "logprobs": 0}
     tokens = server.post("/v1/completions", body).json()["choices"][0]["logprobs"]["tokens"]

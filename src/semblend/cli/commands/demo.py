@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from semblend.cli.commandline import Commands, add_command
 from semblend.cli.output import Progress, check_target, say, table, write_json
-from semblend.cli.shared_flags import engine_imports
+from semblend.cli.shared_flags import add_model, add_threads, engine_imports
 from semblend.config import load_config
 
 if TYPE_CHECKING:
@@ -28,11 +28,11 @@ EXAMPLES = (
 def add(commands: Commands) -> None:
     parser = add_command(commands, "demo", run, examples=EXAMPLES)
     flag = parser.add_argument
-    flag("--model", default="smollm2-135m", help="a pulled model's name, a folder or a GGUF file")
+    add_model(parser)
     flag("--long", action="store_true", help="documents of about 4,000 tokens instead of 1,000")
     flag("--json", metavar="FILE", help="write all figures, answers and receipts here")
     flag("--plot", metavar="FILE.png", help="draw the figures here (needs the extra lab)")
-    flag("--threads", type=int, default=0, metavar="N", help="CPU threads, at most (default: as torch chooses)")
+    add_threads(parser)
 
 
 def run(args: argparse.Namespace) -> int:

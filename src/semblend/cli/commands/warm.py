@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from semblend.arrange.arranger import group_documents
 from semblend.cli.commandline import Commands, add_command
 from semblend.cli.output import Progress, say
-from semblend.cli.shared_flags import add_dtype, engine_imports
+from semblend.cli.shared_flags import add_machine, add_model, engine_imports
 from semblend.errors import ConfigError, InputError, SemBlendError, StoreError
 from semblend.text.corpus import read_corpus, read_retrievals, split_text
 
@@ -376,7 +376,7 @@ def add(commands: Commands) -> None:
     add = parser.add_argument
     add("--corpus", required=True, metavar="PATH", help="a folder of text files, or JSONL with a text on each line")
     add("--log", default="", metavar="FILE", help="JSONL of retrievals: documents that are asked for together")
-    add("--model", default="smollm2-135m", help="as the server names it: a pulled model's name, a folder, a GGUF file")
+    add_model(parser, "as the server names it: a pulled model's name, a folder, a GGUF file")
     add("--donor-directory", default="", metavar="DIR", help="write donors into this folder, for semblend serve")
     add("--url", default="", help="send the documents to the server at this address instead")
     add("--api-key-file", default="", metavar="FILE", help="with --url: a file that holds the key, and nothing else")
@@ -394,9 +394,7 @@ def add(commands: Commands) -> None:
         help="bytes that it may need; stop before it starts if it needs more (default: no limit)",
     )
     add("--donor-bits", type=int, default=16, choices=[16, 8], help="as the server's --donor-bits")
-    add("--device", default="", help="cpu or cuda (default: cuda where there is one)")
-    add_dtype(parser)
-    add("--threads", type=int, default=0, metavar="N", help="CPU threads, at most (default: as torch chooses)")
+    add_machine(parser)
     add("--dry-run", action="store_true", help="say what it would take, and stop")
 
 

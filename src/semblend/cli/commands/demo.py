@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(launch: Any, *, long: bool) -> DemoOutcome:
-    from semblend.demo.runner import Demo, DemoOutcome, Watched
+    from semblend.demo.runner import Demo, DemoOutcome, Watched, describe_machine
     from semblend.demo.workloads import dialogue, workloads
 
     path = launch.path
@@ -80,20 +80,8 @@ def _measure(launch: Any, *, long: bool) -> DemoOutcome:
     finally:
         progress.clear()
         engine.close()
-    return DemoOutcome(launch.config.model, _machine(launch, model, long=long), arms)
-
-
-def _machine(launch: Any, model: Any, *, long: bool) -> dict[str, Any]:
-    from semblend.engine.server.launch import threads_in_use, torch_version
-
-    return {
-        "device": launch.chosen_device,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "threads": threads_in_use(),
-        "torch": torch_version(),
-        "long": long,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
+    machine = describe_machine(model) | {"long": long, "date": datetime.now(UTC).isoformat(timespec="seconds")}
+    return DemoOutcome(launch.config.model, machine, arms)
 
 
 def _row(arm: Arm) -> tuple[str, ...]:

@@ -227,10 +227,8 @@ def hold_folder(path: str) -> PrivateFolder:
 def open_directory_target(args: argparse.Namespace) -> DirectoryTarget:
     """Load the model and open the folder; raises before the model is loaded where the folder cannot be had."""
     from semblend.config import load_config
-    from semblend.engine.core.open_directory import count_token_bytes
     from semblend.engine.server.config import ServeConfig
     from semblend.engine.server.launch import Launch
-    from semblend.materialize.donors.tiers import DonorKv
 
     folder = hold_folder(args.donor_directory)
     try:
@@ -255,9 +253,7 @@ def open_directory_target(args: argparse.Namespace) -> DirectoryTarget:
     except BaseException:
         folder.close()
         raise
-    assert isinstance(engine.reuse.donor_kv, DonorKv), "it was assembled with one"
-    token_bytes = count_token_bytes(engine.reuse.donor_kv, engine)
-    return DirectoryTarget(engine, tokenizer, args, token_bytes, folder, in_chat=in_chat)
+    return DirectoryTarget(engine, tokenizer, args, engine.reuse.count_token_bytes(), folder, in_chat=in_chat)
 
 
 class ServerTarget:

@@ -12,8 +12,8 @@ from semblend.config import SemBlendConfig
 from semblend.confirm import events
 from semblend.discover.journal import set_aside
 from semblend.engine.core.assemble import assemble
+from semblend.engine.core.directory_donors import open_directory
 from semblend.engine.core.engine import Engine
-from semblend.engine.core.open_directory import open_directory, share_donors
 from semblend.engine.core.stops import Detokenizer
 from semblend.engine.core.threads import prepare_cpu
 from semblend.engine.model.model import DecoderModel, PooledModel
@@ -29,15 +29,6 @@ from semblend.materialize.gate.thresholds import ChosenTable, TableSource, Thres
 from semblend.models import resolve
 
 log = logging.getLogger("semblend.server")
-
-
-def threads_in_use() -> int:
-    """Threads that the CPU computes with."""
-    return torch.get_num_threads()
-
-
-def torch_version() -> str:
-    return str(torch.__version__)
 
 
 def open_library(config: SemBlendConfig) -> SemBlend:
@@ -151,7 +142,7 @@ class Launch:
             detokenizer=tokenizer,
         )
         if shared is not None:
-            share_donors(engine, shared, config.donor_directory, config.donor_directory_bytes)
+            engine.reuse.share_donors(shared, config.donor_directory, config.donor_directory_bytes)
         return engine
 
 

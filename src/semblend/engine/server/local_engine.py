@@ -145,17 +145,13 @@ class LocalEngine:
         self._wake.set()
 
     def on_evicted(self, listener: Callable[[str], None]) -> None:
-        library = self.engine.reuse.semblend
-        if library is not None:
-            library.on_evicted(lambda eviction: listener(eviction.donor.donor_id))
+        self.engine.reuse.semblend.on_evicted(lambda eviction: listener(eviction.donor.donor_id))
 
     def donors(self) -> Sequence[Donor]:
-        library = self.engine.reuse.semblend
-        return () if library is None else library.donors()
+        return self.engine.reuse.semblend.donors()
 
     def count_donors(self, tenant: str | None) -> tuple[int, int]:
-        library = self.engine.reuse.semblend
-        return (0, 0) if library is None else library.count_donors(tenant)
+        return self.engine.reuse.semblend.count_donors(tenant)
 
     def stats(self) -> Mapping[str, Any]:
         donor_kv = self.engine.reuse.donor_kv

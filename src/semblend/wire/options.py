@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
@@ -17,13 +18,12 @@ from pydantic import (
 from pydantic_core import CoreSchema, core_schema
 
 from semblend.arrange import OrderLimits
-from semblend.arrange.marks import MOST_MARKED
+from semblend.arrange.marks import LARGEST_SCORE, LONGEST_GROUP, MOST_MARKED, PassageMark
 from semblend.arrange.order_limits import FREE
 from semblend.errors import InputError
 from semblend.quality import QUALITY_HINT, QUALITY_MODES, parse_quality
 from semblend.wire.body import ClosedBody, InOrder, Name, StrictBody, TokenId, Within, refuse, show
 from semblend.wire.errors import ApiError
-from semblend.wire.passages import KeepBody, Score
 from semblend.wire.sampling import LEAST_PENALTY, Sampling
 
 MOST_STOPS = 16
@@ -121,6 +121,43 @@ class ReuseOptions:
     reuse: bool = True
     salt: str = ""
     keep: OrderLimits = FREE
+
+
+# -- passages that commute: nothing moves without a mark, and nothing moves out of its message
+
+Score = Annotated[float, Within(0, LARGEST_SCORE)]
+Places = Annotated[int, Within(0, MOST_MARKED)]
+
+
+class PartMark(ClosedBody):
+    """The mark of a part: it may change places with the other parts of its group in the same message."""
+
+    commutes: Annotated[str, Field(min_length=1, max_length=LONGEST_GROUP)]
+    score: Score | None = None
+
+    def to_mark(self) -> PassageMark:
+        return PassageMark(self.commutes, self.score)
+
+
+class KeepBody(ClosedBody):
+    """How far passages may move; see `semblend.arrange.OrderLimits`."""
+
+    first: Places | None = None
+    last: Places | None = None
+    within: Places | None = None
+    displaced: Annotated[float, Within(0, 1)] | None = None
+
+    def to_keep(self) -> OrderLimits:
+        return OrderLimits(self.first or 0, self.last or 0, self.within, self.displaced)
+
+
+@contextmanager
+def refused_as(param: str) -> Iterator[None]:
+    """A mistake in marks, as an `ApiError` 400 that names the field."""
+    try:
+        yield
+    except InputError as error:
+        raise ApiError(400, error.message, hint=error.hint or "", param=param) from None
 
 
 class SemblendBody(ClosedBody):

@@ -15,7 +15,7 @@ from semblend.config import load_config, read_key_variables
 from semblend.engine.server.config import ServeConfig
 from semblend.engine.server.tenants import KeyRing, Tenants, read_keys_file, read_pairs
 from semblend.errors import ConfigError
-from semblend.wire.loopback import is_loopback
+from semblend.wire.callers import is_loopback
 
 SETTINGS = [setting for setting in fields(ServeConfig) if setting.metadata]
 EXAMPLES = (

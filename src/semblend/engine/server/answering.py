@@ -28,7 +28,7 @@ from semblend.engine.server.serving import merge
 from semblend.engine.server.tenants import Identity
 from semblend.prompt import Prompt
 from semblend.text.token_budget import TokenBudget, TooManyTokensError
-from semblend.wire.answer import Answer, Chunk, FinishReason, Head, Reply, Spent
+from semblend.wire.answer import Answer, Chunk, FinishReason, Head, Spent
 from semblend.wire.arranging import ArrangedChat
 from semblend.wire.body import SMALL_BODY_BYTES
 from semblend.wire.chat import ChatReply, ChatRequest
@@ -40,6 +40,7 @@ from semblend.wire.request import Request
 
 log = logging.getLogger("semblend.server")
 T = TypeVar("T")
+Reply = ChatReply | CompletionReply | GenerateReply
 CLIENT_LEFT = 499
 LAST_WORDS_S = 5.0
 METERED_BYTES = 64 * 1024

@@ -16,13 +16,12 @@ from semblend.engine.server.dashboard import LiveBoard
 from semblend.engine.server.serving import ServingEngine
 from semblend.engine.server.tenants import Identity, bearer
 from semblend.wire.arranging import PromptArranger
-from semblend.wire.caller_headers import find_repeated
+from semblend.wire.callers import find_repeated, is_loopback
 from semblend.wire.chat import ChatRequest
 from semblend.wire.completions import CompletionRequest
 from semblend.wire.errors import ApiError
 from semblend.wire.generate import GenerateRequest
 from semblend.wire.json_limits import MOST_CONTAINERS, JsonLimits
-from semblend.wire.loopback import is_loopback
 
 TENANT = "semblend.tenant"
 """Where a request's scope says whose it is, once that is known."""

@@ -50,22 +50,10 @@ class ModelSpec:
             )
 
     @property
-    def kv_bytes_per_token(self) -> int:
-        """At two bytes an element: bfloat16 or float16."""
-        return self.layers * 2 * self.kv_heads * self.head_dim * 2
-
-    @property
     def attention_tokens(self) -> float:
         """The context at which a row's attention takes as many operations as its products with the weights."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return (attention + 3 * self.hidden * self.intermediate) / (2 * self.heads * self.head_dim)
-
-    @property
-    def parameters(self) -> int:
-        """Weights in the matrices; norms and biases are left out."""
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        embeddings = self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
-        return self.layers * (attention + 3 * self.hidden * self.intermediate) + embeddings
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> ModelSpec:

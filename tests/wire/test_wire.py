@@ -33,7 +33,7 @@ from semblend.engine.server.routes import create_app  # noqa: E402
 from semblend.errors import SemBlendError  # noqa: E402
 from semblend.plan.reuse_plan import DeclineReason  # noqa: E402
 from semblend.span import Span  # noqa: E402
-from semblend.wire.answer import MOST_RUNS, describe_receipt  # noqa: E402
+from semblend.wire.answer import MAX_RUNS, describe_receipt  # noqa: E402
 from semblend.wire.sampling import Sampling  # noqa: E402
 
 SHAPE = {
@@ -306,10 +306,10 @@ def test_recomputed_runs_are_told_where_they_are_known_and_null_where_not():
     none = receipt(reused_tokens=50, recomputed_tokens=0)
     assert told(none) == []
     many = receipt(
-        prompt_tokens=10_000, reused_tokens=5000, recomputed_tokens=MOST_RUNS + 1, prefill_tokens=4999 - MOST_RUNS,
+        prompt_tokens=10_000, reused_tokens=5000, recomputed_tokens=MAX_RUNS + 1, prefill_tokens=4999 - MAX_RUNS,
         spans=(Span("d", 0, 0, 8000),),
     )  # fmt: skip
-    runs = tuple((at, at + 1) for at in range(0, 2 * MOST_RUNS + 2, 2))
+    runs = tuple((at, at + 1) for at in range(0, 2 * MAX_RUNS + 2, 2))
     assert told(many, runs) is None
 
 

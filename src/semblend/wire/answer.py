@@ -12,7 +12,7 @@ from semblend.arrange import ArrangedGroup
 from semblend.confirm.receipt import JsonObject, Receipt
 
 IMPOSSIBLE = -9999.0
-MOST_RUNS = 2048
+MAX_RUNS = 2048
 """A prompt whose recomputed tokens lie in more runs than this says only how many they are."""
 
 CALLER_FIELDS = (
@@ -181,7 +181,7 @@ def describe_receipt(receipt: Receipt, recomputed: Runs = (), *, operator: bool 
     shown = {name: record[name] for name in CALLER_FIELDS}
     if not operator:
         return shown
-    told = len(recomputed) <= MOST_RUNS and sum(end - start for start, end in recomputed) == receipt.recomputed_tokens
+    told = len(recomputed) <= MAX_RUNS and sum(end - start for start, end in recomputed) == receipt.recomputed_tokens
     runs = [list(run) for run in recomputed] if told else None
     return shown | {"recomputed": runs, "donors": list(receipt.donor_ids)}
 

@@ -25,8 +25,8 @@ from semblend.wire.options import (
 )
 from semblend.wire.sampling import Sampling
 
-MOST_MESSAGES = 4096
-MOST_PARTS = 1024
+MAX_MESSAGES = 4096
+MAX_PARTS = 1024
 
 
 class TextPart(StrictBody):
@@ -44,7 +44,7 @@ class TextPart(StrictBody):
         return kind
 
 
-Parts = Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True)]
+Parts = Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
 class ChatMessage(StrictBody):
@@ -75,7 +75,7 @@ def join_parts(texts: Sequence[str]) -> str:
 class ChatBody(OpenAiBody):
     """The body of /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None

@@ -11,18 +11,18 @@ from pydantic import Field
 from semblend.confirm.receipt import JsonObject
 from semblend.wire.answer import Answer, Chunk, Logprob, OpenAiReply
 from semblend.wire.body import InOrder, TokenId
-from semblend.wire.options import MOST_TOKENS, Count, OpenAiBody, ReuseOptions, TopLogprobs
+from semblend.wire.options import MAX_TOKENS, Count, OpenAiBody, ReuseOptions, TopLogprobs
 from semblend.wire.sampling import Sampling
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's, for this endpoint."""
-MOST_PROMPTS = 64
+MAX_PROMPTS = 64
 PromptInput = str | tuple[int, ...]
 
 PromptText = Annotated[str, Field(min_length=1)]
-PromptIds = Annotated[tuple[TokenId, ...], Field(min_length=1, max_length=MOST_TOKENS, fail_fast=True)]
+PromptIds = Annotated[tuple[TokenId, ...], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)]
 OnePrompt = Annotated[PromptText | PromptIds, InOrder()]
-SeveralPrompts = Annotated[list[OnePrompt], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
+SeveralPrompts = Annotated[list[OnePrompt], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 
 
 class CompletionBody(OpenAiBody):

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from semblend.confirm.receipt import JsonObject
 from semblend.wire.answer import Answer, Chunk, Head, Spent
 from semblend.wire.body import Name, TokenId, refuse
-from semblend.wire.options import MOST_TOKENS, Count, EndpointBody, ReuseOptions, SamplingBody, TopLogprobs
+from semblend.wire.options import MAX_TOKENS, Count, EndpointBody, ReuseOptions, SamplingBody, TopLogprobs
 from semblend.wire.sampling import Sampling
 
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -28,7 +28,7 @@ class GenerateBody(EndpointBody):
     """The body of /generate: exactly one of ``text`` and ``input_ids``."""
 
     text: Annotated[str, Field(min_length=1)] | None = None
-    input_ids: Annotated[tuple[TokenId, ...], Field(min_length=1, max_length=MOST_TOKENS, fail_fast=True)] | None = None
+    input_ids: Annotated[tuple[TokenId, ...], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)] | None = None
     sampling_params: SamplingParams | None = None
     return_logprob: bool | None = None
     top_logprobs_num: TopLogprobs | None = None

@@ -60,7 +60,7 @@ from semblend.wire.errors import ApiError, as_api_error
 
 log = logging.getLogger("semblend.server")
 PAGE_FILES = build_dashboard()
-MOST_DONORS_SHOWN = 200
+MAX_DONORS_SHOWN = 200
 STRANGER = "\0"
 """No tenant has this name: names are printable."""
 REFUSAL_S = 0.001
@@ -209,7 +209,7 @@ class Routes:
     async def donors(self, request: Request) -> Response:
         """How many donors there are; which ones is for an admin only."""
         identity = self.service.identify(request)
-        latest = self.service.engine.donors()[: -MOST_DONORS_SHOWN - 1 : -1] if identity.admin else ()
+        latest = self.service.engine.donors()[: -MAX_DONORS_SHOWN - 1 : -1] if identity.admin else ()
         count, _ = self._count_donors(identity)
         return JSONResponse({"count": count, "donors": [_describe_donor(donor) for donor in latest]})
 

@@ -21,7 +21,7 @@ from semblend.wire.chat import ChatRequest
 from semblend.wire.completions import CompletionRequest
 from semblend.wire.errors import ApiError
 from semblend.wire.generate import GenerateRequest
-from semblend.wire.json_limits import MOST_CONTAINERS, JsonLimits
+from semblend.wire.json_limits import MAX_CONTAINERS, JsonLimits
 
 TENANT = "semblend.tenant"
 """Where a request's scope says whose it is, once that is known."""
@@ -58,7 +58,7 @@ class Service:
     @property
     def json_limits(self) -> JsonLimits:
         """Most values of a body: the token ids that one request may hold, and what stands beside them."""
-        return JsonLimits(values=max(self.engine.max_context, self.config.max_list_tokens) + MOST_CONTAINERS)
+        return JsonLimits(values=max(self.engine.max_context, self.config.max_list_tokens) + MAX_CONTAINERS)
 
     @property
     def _context_chars(self) -> int:

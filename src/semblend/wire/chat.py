@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -18,6 +18,7 @@ from semblend.wire.options import (
     Lacking,
     OpenAiBody,
     PartMark,
+    PromptInput,
     ReuseOptions,
     SemblendBody,
     TopLogprobs,
@@ -115,6 +116,9 @@ class ChatRequest:
     ``parts`` are the texts of messages that hold passages, by message, and ``groups`` say which of them commute.
     """
 
+    text_field: ClassVar[str] = "messages"
+    ids_field: ClassVar[str] = "messages"
+    prompts: ClassVar[tuple[PromptInput, ...]] = ()
     model: str
     messages: tuple[dict[str, str], ...]
     sampling: Sampling

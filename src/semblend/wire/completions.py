@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from semblend.confirm.receipt import JsonObject
 from semblend.wire.answer import Answer, Chunk, Logprob, OpenAiReply
 from semblend.wire.body import InOrder, TokenId
-from semblend.wire.options import MAX_TOKENS, Count, OpenAiBody, ReuseOptions, TopLogprobs
+from semblend.wire.options import MAX_TOKENS, Count, OpenAiBody, PromptInput, ReuseOptions, TopLogprobs
 from semblend.wire.sampling import Sampling
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's, for this endpoint."""
 MAX_PROMPTS = 64
-PromptInput = str | tuple[int, ...]
 
 PromptText = Annotated[str, Field(min_length=1)]
 PromptIds = Annotated[tuple[TokenId, ...], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)]
@@ -37,6 +36,8 @@ class CompletionBody(OpenAiBody):
 class CompletionRequest:
     """Each of ``prompts`` is a text, or token ids; ``sampling.n`` answers are wanted to each."""
 
+    text_field: ClassVar[str] = "prompt"
+    ids_field: ClassVar[str] = "prompt"
     model: str
     prompts: tuple[PromptInput, ...]
     sampling: Sampling

@@ -34,6 +34,8 @@ MAX_BIASES = 1024
 MAX_TOKENS = 1 << 20
 _SEEDS = 2**63 - 1
 
+PromptInput = str | tuple[int, ...]
+"""A prompt as its text, or as its token ids."""
 Count = Annotated[int, Within(1, MAX_TOKENS)]
 TopLogprobs = Annotated[int, Within(0, MAX_TOP_LOGPROBS)]
 StopText = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]

@@ -604,7 +604,7 @@ def test_refusing_sixteen_megabytes_takes_milliseconds():
     asked = CompletionRequest.parse(json.dumps({"prompt": 2 * HUGE}), most_n=1)
     started = time.thread_time()
     with pytest.raises(ApiError, match="characters"):
-        service.check_length(asked)
+        service.check(asked)
     assert time.thread_time() - started < 0.1
 
 

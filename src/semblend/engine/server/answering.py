@@ -43,6 +43,7 @@ T = TypeVar("T")
 Reply = ChatReply | CompletionReply | GenerateReply
 CLIENT_LEFT = 499
 LAST_WORDS_S = 5.0
+TEMPLATE_CHARS = 32  # <|im_start|>user and <|im_end|>, about
 METERED_BYTES = 64 * 1024
 """A body is measured in pieces of this size, at most some ms each; others have their turn in between."""
 _SEE_LOG = "the server's log has the reason; try again"
@@ -68,9 +69,7 @@ async def answer(service: Service, request: HttpRequest, endpoint: Endpoint) -> 
     """The whole answer, or a stream of it. Raises `ApiError` for what ends before the first token."""
     identity = service.identify(request)
     asked = await parse_body(await read_body(request, service), endpoint, service.config.max_n)
-    service.check_model(asked.model)
-    service.check_length(asked)
-    service.check_token_ids(asked)
+    service.check(asked)
     # Ids are ours, never the caller's: they name donors, and one tenant must not replace another's.
     id = f"{endpoint.prefix}{uuid.uuid4().hex}"
     call: Call | CallGroup
@@ -244,10 +243,8 @@ class Call:
 
     def _estimate_tokens(self) -> int:
         """Tokens of the prompt, before it is tokenized; the queue is told the truth afterwards."""
-        asked = self.asked
-        if isinstance(asked, ChatRequest):
-            return 1 + sum(len(message["content"]) for message in asked.messages) // CHARS_PER_TOKEN
-        return 1 + len(asked.prompt) // CHARS_PER_TOKEN if isinstance(asked.prompt, str) else len(asked.prompt)
+        ids = sum(len(prompt) for prompt in self.asked.prompts if not isinstance(prompt, str))
+        return ids or 1 + sum(self._service.count_chars(self.asked)) // CHARS_PER_TOKEN
 
     async def _chunks(self, request: Request) -> AsyncGenerator[Chunk, None]:
         unfinished = set(range(self.asked.sampling.n))
@@ -285,12 +282,13 @@ class Call:
         asked, service = self.asked, self._service
         if not isinstance(asked, ChatRequest) and not isinstance(asked.prompt, str):
             return asked.prompt
-        chars = sum(service.count_chars(asked)) + service.count_template_chars(asked)
+        # A thousand empty messages are work, too: the template's.
+        template = TEMPLATE_CHARS * len(asked.messages) if isinstance(asked, ChatRequest) else 0
+        chars = sum(service.count_chars(asked)) + template
         try:
             return await self.run_unless_gone(service.tokenizing.run(self._identity.tenant, chars, self._encode))
         except TooManyTokensError as error:
-            param = service.name_text(asked)
-            problem = f"{param}: {error.message}"
+            problem, param = f"{asked.text_field}: {error.message}", asked.text_field
             raise ApiError(400, problem, hint=error.hint, param=param, code="context_length_exceeded") from None
 
     def _encode(self, check: Callable[[], None]) -> Sequence[int]:
@@ -314,7 +312,7 @@ class Call:
                 400,
                 f"{asked} are more than the context of {self._service.engine.max_context}",
                 hint=f"ask for at most {room} tokens" if room > 0 else "send a shorter prompt",
-                param=self._service.name_text(self.asked),
+                param=self.asked.text_field,
                 code="context_length_exceeded",
             )
         return min(room, self._service.config.default_output_tokens) if wanted is None else wanted

@@ -25,7 +25,6 @@ from semblend.wire.json_limits import MAX_CONTAINERS, JsonLimits
 
 TENANT = "semblend.tenant"
 """Where a request's scope says whose it is, once that is known."""
-TEMPLATE_CHARS = 32  # <|im_start|>user and <|im_end|>, about
 ESCAPED_BYTES = 6
 """A character of text takes this much JSON at most (``\\u00e9``); those beyond the BMP, which take 12, are never alone
 in the longest token."""
@@ -77,52 +76,32 @@ class Service:
         request.scope[TENANT] = identity.tenant
         return identity
 
-    def check_length(self, asked: ParsedBody) -> None:
-        """Refuse text that is too long for the context, before it takes a place in line or reaches the tokenizer."""
-        lengths, list_chars = self.count_chars(asked), self.config.max_list_chars
-        refuse_long_texts(lengths, self._context_chars, list_chars, self.name_text(asked))
-        self._check_id_counts(asked)
+    def check(self, asked: ParsedBody) -> None:
+        """Refuse another's model, text and ids that cannot fit, and ids outside the vocabulary.
 
-    def count_chars(self, asked: ParsedBody) -> list[int]:
-        """The characters of each text in a request; messages are one text."""
-        if isinstance(asked, ChatRequest):
-            return [sum(len(message["content"]) for message in asked.messages)]
-        prompts = asked.prompts if isinstance(asked, CompletionRequest) else (asked.prompt,)
-        return [len(prompt) for prompt in prompts if isinstance(prompt, str)]
-
-    def count_template_chars(self, asked: ParsedBody) -> int:
-        """About how many characters a chat template adds: a thousand empty messages are work, too."""
-        return TEMPLATE_CHARS * len(asked.messages) if isinstance(asked, ChatRequest) else 0
-
-    def name_text(self, asked: ParsedBody) -> str:
-        """The field that holds a request's text."""
-        return {ChatRequest: "messages", CompletionRequest: "prompt"}.get(type(asked), "text")
-
-    def _check_id_counts(self, asked: ParsedBody) -> None:
-        prompts = asked.prompts if isinstance(asked, CompletionRequest) else (getattr(asked, "prompt", ""),)
-        longest = max((len(prompt) for prompt in prompts if not isinstance(prompt, str)), default=0)
+        Before any prompt of the request takes a place in line or reaches the tokenizer.
+        """
+        self.check_model(asked.model)
+        refuse_long_texts(self.count_chars(asked), self._context_chars, self.config.max_list_chars, asked.text_field)
+        ids = [prompt for prompt in asked.prompts if not isinstance(prompt, str)]
+        longest, highest = max(map(len, ids), default=0), max(map(max, ids), default=0)
         if longest >= self.engine.max_context:
             raise ApiError(
                 400,
                 f"{longest} tokens of prompt are more than the context of {self.engine.max_context}",
                 hint="send a shorter prompt",
-                param="prompt" if isinstance(asked, CompletionRequest) else "input_ids",
+                param=asked.ids_field,
                 code="context_length_exceeded",
             )
+        if highest >= self.engine.vocab:
+            hint = f"ids are below {self.engine.vocab}"
+            raise ApiError(400, f"token id {highest} is not in the vocabulary", hint=hint, param=asked.ids_field)
 
-    def check_token_ids(self, asked: ParsedBody) -> None:
-        """Refuse token ids outside the vocabulary, before any prompt of the request takes a place in line."""
+    def count_chars(self, asked: ParsedBody) -> list[int]:
+        """The characters of each text in a request; messages are one text."""
         if isinstance(asked, ChatRequest):
-            return
-        param, prompts = (
-            ("prompt", asked.prompts) if isinstance(asked, CompletionRequest) else ("input_ids", (asked.prompt,))
-        )
-        vocab = self.engine.vocab
-        highest = max((max(prompt) for prompt in prompts if not isinstance(prompt, str)), default=0)
-        if highest >= vocab:
-            raise ApiError(
-                400, f"token id {highest} is not in the vocabulary", hint=f"ids are below {vocab}", param=param
-            )
+            return [sum(len(message["content"]) for message in asked.messages)]
+        return [len(prompt) for prompt in asked.prompts if isinstance(prompt, str)]
 
     def check_model(self, model: str) -> None:
         names = (self.engine.model, *self.config.aliases)

@@ -164,7 +164,7 @@ def open_target(tmp_path):
         config = EngineConfig(quality="fast", model_name="tiny")
         engine = assemble(model, pool_tokens=4096, config=config, semblend=library, directory=kv)
         engine.reuse.share_donors(kv, args.donor_directory, 1 << 40, every_s=0.0)
-        return DirectoryTarget(engine, Letters(), args, 256.0, in_chat=in_chat)
+        return DirectoryTarget(engine, Letters(), args, in_chat=in_chat)
 
     return make
 

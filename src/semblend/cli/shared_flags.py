@@ -98,9 +98,7 @@ def read_text(path: str) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InputError(
-            f"{path} is not UTF-8 text (byte {error.start})", hint="convert it, or pass --tokens"
-        ) from None
+        raise InputError(f"{path} is not UTF-8 text (byte {error.start})", hint="convert it to UTF-8") from None
 
 
 def read_token_ids(path: str) -> Any:

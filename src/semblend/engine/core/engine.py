@@ -366,7 +366,6 @@ class Engine:
             make_generator(seed),
             max_length=min(self.max_length, len(prompt) + (request.sampling.max_tokens or self.max_length)),
             tokens=prompt.token_ids.tolist(),
-            arrival=arrival,
             to_fill=self.reuse.may_fill(session),
         )
 

@@ -133,14 +133,14 @@ class Reuse:
 
     def confirm(self, sequence: Sequence) -> Receipt | None:
         """The receipt, at the moment of the first token; only it counts as reuse. None where it was written before."""
-        session, times = sequence.session, sequence.times
+        session = sequence.session
         if not session.has_answered:
             self.sessions.answer(session)
         if session.receipt is not None:
             return None
-        times.ttft_ms = (time.perf_counter() - times.submitted) * 1e3
+        ttft_ms = (time.perf_counter() - sequence.submitted) * 1e3
         try:
-            return self.sessions.confirm(session, ttft_ms=times.ttft_ms, compute_ms=times.compute_ms)
+            return self.sessions.confirm(session, ttft_ms=ttft_ms, compute_ms=sequence.compute_ms)
         except Exception as error:  # the answer goes on
             self._report_failure("confirm", sequence, error)
             return session.receipt

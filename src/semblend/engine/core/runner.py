@@ -114,7 +114,7 @@ class Runner:
             self._learn(Batch(batch.pieces), elapsed_ms)
         for piece in batch.pieces:
             if piece.sequence.receipt is None:
-                piece.sequence.times.compute_ms += elapsed_ms
+                piece.sequence.compute_ms += elapsed_ms
             piece.sequence.computed = piece.end
         return list(zip(complete, sampled, strict=True))
 

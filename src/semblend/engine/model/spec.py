@@ -37,10 +37,6 @@ class ModelSpec:
     dtype: str
 
     def __post_init__(self) -> None:
-        if self.architecture not in ARCHITECTURES:
-            raise InputError(
-                f"this engine has no architecture {self.architecture!r}", hint="it has " + ", ".join(ARCHITECTURES)
-            )
         for name in ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab", "max_positions"):
             if getattr(self, name) < 1:
                 raise InputError(f"the model's {name} is {getattr(self, name)}", hint="the config is damaged")

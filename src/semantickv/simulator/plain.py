@@ -1,4 +1,4 @@
-"""The simulator in plain Python: slow and short, the reference that the compiled one is tested against.
+"""The simulator in plain Python, for policies of your own: slow and short, and what the compiled one is tested against.
 
 One request goes through four steps, for every policy:
 
@@ -138,6 +138,7 @@ class Counts:
     evicted: npt.NDArray[np.int64]  # per type, after the warm-up
     refused: int = 0  # blocks that the policy did not keep to the end of the request that brought them
     weights: dict[str, float] = field(default_factory=dict)
+    cached: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))  # per node, at the end
 
     @staticmethod
     def create(requests: int, types: int) -> Counts:
@@ -175,6 +176,7 @@ class PlainRun:
         for r in range(len(self.forest.trace)):
             self._run_request(r, int(starts[r]), int(starts[r + 1]))
         self.counts.weights = self.policy.report_weights()
+        self.counts.cached = np.isin(np.arange(self.forest.nodes), list(self.cache.blocks))
         return self.counts
 
     def _run_request(self, r: int, first: int, last: int) -> None:

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from semantickv.shared_state.redis_link import RedisLink
-    from semantickv.shared_state.router_sync import RouterSync
+    from semantickv.shared_state.sync import RouterSync
 
 SETTLE_S = 0.002
 MOST_UNSETTLED = 64

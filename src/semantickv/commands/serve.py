@@ -14,8 +14,7 @@ from semblend.errors import InputError
 
 if TYPE_CHECKING:
     from semantickv.routing.router import EngineReuse
-    from semantickv.routing.worker_evidence import WorkerEvidence
-    from semantickv.shared_state.evidence_sync import SharedEvidence
+    from semantickv.shared_state.sync import SharedEvidence
 
 DEMO_FAMILIES = ("rag_shared_corpus", "support_agent", "coding_assistant")
 DEMO_CACHE_TOKENS = 4000
@@ -174,19 +173,19 @@ def run_dynamo_router(args: argparse.Namespace) -> int:
     say(read_version())
     say(reuse.describe())
     load_cutter()  # takes seconds the first time; no request waits for it
-    evidence = WorkerEvidence(settings.max_tracked_tokens, reuse=reuse, secret=settings.hash_key)
-    link = open_link(settings, lambda: _share(evidence))
+    known: dict[str, Any] = {"reuse": reuse, "secret": settings.hash_key}
+
+    def share() -> SharedEvidence:
+        from semantickv.shared_state.sync import SharedEvidence
+
+        return SharedEvidence(settings.max_tracked_tokens, **known)
+
+    link = open_link(settings, share)
     if link is None:
-        run_router(options, evidence)
+        run_router(options, WorkerEvidence(settings.max_tracked_tokens, **known))
     else:
         run_router(options, link.sync, link)
     return 0
-
-
-def _share(evidence: WorkerEvidence) -> SharedEvidence:
-    from semantickv.shared_state.evidence_sync import SharedEvidence
-
-    return SharedEvidence(evidence)
 
 
 def _add_dynamo_pin(commands: Commands) -> None:

@@ -13,12 +13,15 @@ from typing import Any
 from semantickv.analysis.advice import DEFAULT_GPU, ENGINES, Costs
 from semantickv.analysis.advise import Question, advise
 from semantickv.analysis.experiments import (
+    CHAINED_NOTE,
     CONFIG_FOLDER,
+    DEFAULT_POLICIES,
     SIX,
     Experiment,
     ExperimentOutcome,
     list_configs,
     load_experiment,
+    replay,
     run_experiment,
 )
 from semantickv.analysis.latency import (
@@ -29,7 +32,6 @@ from semantickv.analysis.latency import (
     compute_gain,
     read_observations,
 )
-from semantickv.analysis.replay import CHAINED_NOTE, DEFAULT_POLICIES, replay
 from semantickv.analysis.tiers import DECODE_MS, Speed, Tier, TieredRun, replay_tiers
 from semantickv.output import advise as advise_output
 from semantickv.output import files

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from semantickv.engine_state.blocks import MOST_BLOCKS
 from semantickv.engine_state.events import (
+    MOST_BLOCKS,
     AllBlocksCleared,
     BadEventsError,
     BlockHash,

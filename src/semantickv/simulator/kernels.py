@@ -26,7 +26,7 @@ RESIDENT, LEFT, KIDS, USES, MARK, BORN, STAMP, AT = range(8)
 # Columns of ``fact``: what never changes about a node.
 PARENT, SIZE, TOKENS, TYPE = range(4)
 # Places in ``meta`` (int64).
-MEMBERS, USED, CAPACITY, WARM_UP, PREFIX, ASKS, EPOCH, HAND, WINDOW, REFUSED, FIRST, LONGEST = range(12)
+MEMBERS, USED, CAPACITY, PREFIX, ASKS, EPOCH, HAND, WINDOW, REFUSED, FIRST, LONGEST = range(11)
 # Columns of ``tally`` (int32, per request).
 HIT_BLOCKS, HIT_TOKENS, REGRET = range(3)
 
@@ -237,11 +237,10 @@ def evict_smallest(info: Any, fact: Any, key: Any, heap: Any, meta: Any, evicted
     info[x, RESIDENT] = 0
     info[x, LEFT] = 1
     meta[USED] -= fact[x, SIZE]
-    if r >= meta[WARM_UP]:
-        if info[x, BORN] > meta[FIRST]:  # it came with this request: refused, not evicted
-            meta[REFUSED] += 1
-        else:
-            evicted[fact[x, TYPE]] += 1
+    if info[x, BORN] > meta[FIRST]:  # it came with this request: refused, not evicted
+        meta[REFUSED] += 1
+    else:
+        evicted[fact[x, TYPE]] += 1
     above = fact[x, PARENT]
     if above >= 0:
         info[above, KIDS] -= 1
@@ -331,8 +330,7 @@ def _bring_in(kind: int, bypass: bool, starts: Any, node: Any, next_use: Any, in
             floor[0] = key[heap[0]]
             evict_smallest(info, fact, key, heap, meta, evicted, r, True)
         if refused:
-            if r >= meta[WARM_UP]:
-                meta[REFUSED] += count - step if meta[PREFIX] else 1
+            meta[REFUSED] += count - step if meta[PREFIX] else 1
             if meta[PREFIX]:
                 break
             continue
@@ -517,8 +515,7 @@ def _evict_queued(
     info[x, LEFT] = 1
     meta[USED] -= fact[x, SIZE]
     meta[EPOCH] = 1  # something has been evicted
-    if r >= meta[WARM_UP]:
-        evicted[fact[x, TYPE]] += 1
+    evicted[fact[x, TYPE]] += 1
     if fact[x, PARENT] >= 0:
         info[fact[x, PARENT], KIDS] -= 1
     q = links[x, QUEUE]
@@ -619,8 +616,7 @@ def _fill_queues(kind: int, starts: Any, node: Any, info: Any, fact: Any, links:
                 break
             _evict_queued(kind, info, fact, links, ends, meta, evicted, r, victim)
         if not fitted:
-            if r >= meta[WARM_UP]:
-                meta[REFUSED] += step + 1 if meta[PREFIX] else 1
+            meta[REFUSED] += step + 1 if meta[PREFIX] else 1
             if meta[PREFIX]:
                 break
             continue

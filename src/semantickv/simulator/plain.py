@@ -135,7 +135,7 @@ class Counts:
     hit_tokens: npt.NDArray[np.int32]
     used_share: npt.NDArray[np.float64]
     regret: npt.NDArray[np.int32]
-    evicted: npt.NDArray[np.int64]  # per type, after the warm-up
+    evicted: npt.NDArray[np.int64]  # per type
     refused: int = 0  # blocks that the policy did not keep to the end of the request that brought them
     weights: dict[str, float] = field(default_factory=dict)
     cached: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))  # per node, at the end
@@ -155,10 +155,7 @@ class Counts:
 class PlainRun:
     """One run of one policy over a forest."""
 
-    def __init__(
-        self, forest: Forest, policy: PlainPolicy, capacity: Capacity, warm_up: int, options: dict[str, Any]
-    ) -> None:
-        self.warm_up = warm_up
+    def __init__(self, forest: Forest, policy: PlainPolicy, capacity: Capacity, options: dict[str, Any]) -> None:
         self.forest, self.policy = forest, policy
         self.sizes = forest.get_sizes(capacity.unit)
         self.cache = Cache(capacity.size)
@@ -254,8 +251,7 @@ class PlainRun:
             block = self._make_block(r, first, place, length)
             if not policy.bypass and not self._make_room(block, r):
                 prefix = self.forest.mode == "prefix"
-                if r >= self.warm_up:
-                    self.counts.refused += len(fits) - len(inserted) if prefix else 1
+                self.counts.refused += len(fits) - len(inserted) if prefix else 1
                 if prefix:
                     break
                 continue
@@ -296,8 +292,6 @@ class PlainRun:
         self.cache.remove(block)
         self.policy.on_evict(block)
         self.known_evicted.add(block.node)
-        if r < self.warm_up:
-            return
         if self.came_with[block.node] == r:
             self.counts.refused += 1
         else:

@@ -28,13 +28,12 @@ from semantickv.simulator.policies import (
     number_sessions,
 )
 from semantickv.traces.trace import Trace
-from semblend.errors import InputError
 from semblend.eviction.plan import AdaptivePlan
 
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """The result of one simulated run. Rates are shares between 0 and 1, over the requests after the warm-up."""
+    """The result of one simulated run. Rates are shares between 0 and 1."""
 
     policy: str
     mode: Mode
@@ -81,7 +80,6 @@ def simulate(
     *,
     mode: Mode = "prefix",
     seed: int = 0,
-    warm_up: int = 0,
     share_tenants: bool = False,
     **policy_options: Any,
 ) -> SimulationResult:
@@ -94,16 +92,13 @@ def simulate(
     """
     forest = trace if isinstance(trace, Forest) else build_forest(trace, mode, share_tenants=share_tenants)
     chosen = find_policy(policy)
-    if warm_up < 0:
-        raise InputError("warm_up counts requests and can't be negative")
     options = {**build_default_options(capacity), **policy_options, "seed": seed}
-    warm_up = min(warm_up, len(forest.trace))
     counts = (
-        run_compiled(forest, chosen, capacity, warm_up, options)
+        run_compiled(forest, chosen, capacity, options)
         if chosen.plain is None
-        else PlainRun(forest, chosen.plain(), capacity, warm_up, options).run()
+        else PlainRun(forest, chosen.plain(), capacity, options).run()
     )
-    return _build_result(forest, chosen, capacity, counts, warm_up)
+    return _build_result(forest, chosen, capacity, counts)
 
 
 def build_default_options(capacity: Capacity) -> dict[str, Any]:
@@ -116,26 +111,25 @@ def build_default_options(capacity: Capacity) -> dict[str, Any]:
     }
 
 
-def _build_result(forest: Forest, chosen: Policy, capacity: Capacity, counts: Counts, warm_up: int) -> SimulationResult:
-    """Sum the counts after the warm-up into a result."""
+def _build_result(forest: Forest, chosen: Policy, capacity: Capacity, counts: Counts) -> SimulationResult:
+    """Sum the counts into a result."""
     trace = forest.trace
     by_type = counts.evicted
-    counted = len(trace) - warm_up
     return SimulationResult(
         policy=chosen.name,
         mode=forest.mode,
         capacity=capacity,
-        requests=counted,
-        block_accesses=int(len(trace.ids) - trace.starts[warm_up]),
-        block_hits=int(counts.hit_blocks[warm_up:].sum(dtype=np.int64)),
-        token_accesses=int(trace.request_tokens[warm_up:].sum()),
-        token_hits=int(counts.hit_tokens[warm_up:].sum(dtype=np.int64)),
-        requests_with_a_hit=int(np.count_nonzero(counts.hit_blocks[warm_up:])),
+        requests=len(trace),
+        block_accesses=trace.block_accesses,
+        block_hits=int(counts.hit_blocks.sum(dtype=np.int64)),
+        token_accesses=int(trace.request_tokens.sum()),
+        token_hits=int(counts.hit_tokens.sum(dtype=np.int64)),
+        requests_with_a_hit=int(np.count_nonzero(counts.hit_blocks)),
         evictions=int(by_type.sum()),
         refusals=int(counts.refused),
         evictions_by_type={name: int(n) for name, n in zip(trace.type_names, by_type, strict=True) if n},
-        utilization=float(counts.used_share[warm_up:].mean()) if counted else 0.0,
-        regret=int(counts.regret[warm_up:].sum(dtype=np.int64)),
+        utilization=float(counts.used_share.mean()) if len(trace) else 0.0,
+        regret=int(counts.regret.sum(dtype=np.int64)),
         weights=counts.weights,
         hit_tokens_by_request=counts.hit_tokens,
         hit_blocks_by_request=counts.hit_blocks,
@@ -143,7 +137,7 @@ def _build_result(forest: Forest, chosen: Policy, capacity: Capacity, counts: Co
     )
 
 
-def run_compiled(forest: Forest, policy: Policy, capacity: Capacity, warm_up: int, options: dict[str, Any]) -> Counts:
+def run_compiled(forest: Forest, policy: Policy, capacity: Capacity, options: dict[str, Any]) -> Counts:
     """Run the compiled version of a policy over a forest and return its counts."""
     from semantickv.simulator import kernels
 
@@ -154,7 +148,7 @@ def run_compiled(forest: Forest, policy: Policy, capacity: Capacity, warm_up: in
         (forest.parent, forest.get_sizes(capacity.unit), forest.tokens, forest.types.astype(np.int32))
     )
     meta = np.zeros(16, np.int64)
-    meta[kernels.CAPACITY], meta[kernels.WARM_UP] = capacity.size, warm_up
+    meta[kernels.CAPACITY] = capacity.size
     meta[kernels.PREFIX], meta[kernels.HAND] = forest.mode == "prefix", -1
     meta[kernels.WINDOW] = int(options["window"])
     meta[kernels.LONGEST] = int(np.diff(trace.starts).max(initial=1))

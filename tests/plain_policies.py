@@ -16,15 +16,10 @@ from typing import Any
 import numpy as np
 
 from semantickv.simulator.forest import Forest
+from semantickv.simulator.kernels import EXPLORED_PART, EXPLORER_EVERY, FADE, LHD_CLASSES, SEGMENT, TURNS
 from semantickv.simulator.plain import Block, Cache, PlainPolicy
 from semantickv.simulator.policies import (
-    EXPLORED_PART,
-    EXPLORER_EVERY,
-    FADE,
-    LHD_CLASSES,
     POLICIES,
-    SEGMENT,
-    TURNS,
     Policy,
     build_edges,
     build_plan,

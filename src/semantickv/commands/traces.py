@@ -7,17 +7,16 @@ import asyncio
 import gzip
 import json
 import sys
-from collections.abc import Iterator
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
 
 from semantickv.engine_state.subscriber import EventSource
 from semantickv.settings import EdgeSettings
 from semantickv.traces.collection import Collector
 from semantickv.traces.kv_events import EventCollector
 from semantickv.traces.segmentation import Classifier, Segmenter, TextBlock, load_rules
-from semantickv.traces.trace import Trace, TraceRequest, describe_trace
+from semantickv.traces.trace import Trace, describe_trace
 from semantickv.traces.trace_writer import TraceWriter
 from semantickv.workloads.families import FAMILIES, PROCESSES, Arrivals, generate_workload
 from semantickv.workloads.from_text import BLOCK_TOKENS, TEXT_WORKLOADS, TextSource, generate_text_workload
@@ -184,40 +183,14 @@ def run_workload(args: argparse.Namespace) -> int:
 def write_trace(trace: Trace, path: str) -> None:
     """Write a trace as JSON Lines; a name that ends in .gz is compressed."""
     try:
-        with _open_output(path) as stream:
-            for line in _format_lines(trace):
-                stream.write(line + "\n")
+        opened = gzip.open if path.endswith(".gz") else open
+        with opened(path, "wt", encoding="utf-8") as out:
+            for request in trace.iter_requests():
+                out.write(json.dumps(request.as_json(), separators=(",", ":")) + "\n")
     except OSError as error:
         raise InputError(
             f"cannot write {path}: {error.strerror}", hint="check the folder and its permissions"
         ) from None
-
-
-def _open_output(path: str) -> IO[str]:
-    """Open a text file to write, compressed if its name ends in .gz."""
-    return gzip.open(path, "wt", encoding="utf-8") if path.endswith(".gz") else Path(path).open("w", encoding="utf-8")
-
-
-def _format_lines(trace: Trace) -> Iterator[str]:
-    """Format each request as one line of JSON."""
-    for request in trace.iter_requests():
-        yield json.dumps(_format_request(request), separators=(",", ":"))
-
-
-def _format_request(request: TraceRequest) -> dict[str, Any]:
-    """Build the JSON object of one request."""
-    blocks = zip(request.block_ids, request.block_tokens, request.block_types, strict=True)
-    line: dict[str, Any] = {
-        "request_id": request.request_id,
-        "timestamp_ms": round(request.arrival_s * 1000, 3),
-        "session_id": request.session,
-        "tenant_id": request.tenant,
-        "output_tokens": request.output_tokens,
-        "blocks": [
-            {"content_hash": number, "semantic_type": kind, "token_count": tokens} for number, tokens, kind in blocks
-        ],
-    }
-    return line if request.ttft_ms is None else line | {"observed_ttft_ms": request.ttft_ms}
 
 
 def _add_segment(commands: Commands) -> None:
@@ -251,20 +224,8 @@ def run_segment(args: argparse.Namespace) -> int:
 
 def _show_rules(classifier: Classifier, *, as_json: bool) -> None:
     """Print the classification rules in their order."""
-    rules = [
-        {
-            "name": rule.name,
-            "type": rule.type,
-            "roles": list(rule.roles),
-            "labels": list(rule.labels),
-            "pattern": rule.pattern,
-            "min_hits": rule.min_hits,
-            "min_words": rule.min_words,
-        }
-        for rule in classifier.rules
-    ]
     if as_json:
-        print_json(rules)
+        print_json([asdict(rule) for rule in classifier.rules])
         return
     rows = []
     for rule in classifier.rules:

@@ -16,10 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from semantickv.simulator.policies import EXPLORED_PART, EXPLORER_EVERY, FADE, LHD_CLASSES, SEGMENT, TURNS
 from semblend.eviction.kernels import KEY, hear_use, learn_if_due, price_row
 from semblend.fingerprint.kernels import mix64, njit
 
+SEGMENT = 1 << 40  # one segment's distance from the next, in accesses
+FADE = 0.9  # of the evidence that is left after a lesson
+TURNS = 4  # turns of a conversation that are told apart; later ones are the last
+LHD_CLASSES = 12  # new, or by the age at the last hit
+EXPLORER_EVERY, EXPLORED_PART = 32, 64  # of the blocks, and of the cache
 # Columns of the node table ``info`` (int32): one row is half a cache line, and one array is cheap to hand around,
 # where a tuple of a dozen arrays costs a microsecond of reference counting per call.
 RESIDENT, LEFT, KIDS, USES, MARK, BORN, STAMP, AT = range(8)
@@ -507,9 +511,7 @@ def _find_arc_victim(info: Any, links: Any, ends: Any, border: Any, r: int, comi
 
 
 @njit(nogil=True)
-def _evict_queued(
-    kind: int, info: Any, fact: Any, links: Any, ends: Any, meta: Any, evicted: Any, r: int, x: int
-) -> None:
+def _evict_queued(kind: int, info: Any, fact: Any, links: Any, ends: Any, meta: Any, evicted: Any, x: int) -> None:
     """Evict node ``x`` and remember it where the policy does so."""
     info[x, RESIDENT] = 0
     info[x, LEFT] = 1
@@ -614,7 +616,7 @@ def _fill_queues(kind: int, starts: Any, node: Any, info: Any, fact: Any, links:
             fitted = victim >= 0
             if not fitted:
                 break
-            _evict_queued(kind, info, fact, links, ends, meta, evicted, r, victim)
+            _evict_queued(kind, info, fact, links, ends, meta, evicted, victim)
         if not fitted:
             meta[REFUSED] += step + 1 if meta[PREFIX] else 1
             if meta[PREFIX]:

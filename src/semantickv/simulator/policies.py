@@ -1,4 +1,4 @@
-"""Policies by name, and the numbers that their compiled loops in `semantickv.simulator.kernels` share.
+"""Policies by name, and what their compiled loops in `semantickv.simulator.kernels` are given.
 
 A policy of your own is a `PlainPolicy` and runs in plain Python; ``tests/plain_policies.py`` has every policy of the
 table in that form, short enough to read.
@@ -19,13 +19,7 @@ from semantickv.simulator.plain import PlainPolicy
 from semblend.errors import InputError
 from semblend.eviction.plan import AdaptivePlan, limit_history
 
-SEGMENT: Final = 1 << 40  # one segment's distance from the next, in accesses
 TAIL_TOKENS: Final = 2048  # the end of a prompt that may be computed again within the time to the first token
-FADE: Final = 0.9  # of the evidence that is left after a lesson
-TURNS: Final = 4  # turns of a conversation that are told apart; later ones are the last
-LHD_CLASSES: Final = 12  # new, or by the age at the last hit
-EXPLORER_EVERY: Final = 32
-EXPLORED_PART: Final = 64
 FIRST_SESSION: Final = 1 << 40  # numbers of sessions begin here, so that none is the number of a node
 TYPE_WEIGHTS: Final[Mapping[str, float]] = MappingProxyType(
     {

@@ -16,9 +16,7 @@ from semantickv.simulator.capacity import Capacity
 from semantickv.simulator.forest import Forest, Mode, build_forest
 from semantickv.simulator.plain import Counts, PlainRun
 from semantickv.simulator.policies import (
-    LHD_CLASSES,
     TAIL_TOKENS,
-    TURNS,
     TYPE_WEIGHTS,
     Policy,
     build_edges,
@@ -170,7 +168,7 @@ def run_compiled(forest: Forest, policy: Policy, capacity: Capacity, options: di
         kernels.run_queues(getattr(kernels, kind), *run)
     elif family == "aged":
         edges = np.array(build_edges(capacity.size))
-        classes = len(trace.type_names) * (LHD_CLASSES if kind == "LHD" else TURNS)
+        classes = len(trace.type_names) * (kernels.LHD_CLASSES if kind == "LHD" else kernels.TURNS)
         table = np.tile(1.0 / (1.0 + edges[:-1]), (classes, 1))
         kernels.run_aged(getattr(kernels, kind), *run, edges, table, np.zeros((*table.shape, 2)))
     else:

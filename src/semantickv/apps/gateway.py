@@ -43,11 +43,9 @@ from semantickv.routing.prompt_view import PROMPT_PATHS, UNREAD, PromptPart, Pro
 from semantickv.routing.replica import Health, Replica
 from semantickv.routing.router import NoReplica, RouteDecision, Router, RouteRequest
 from semantickv.settings import EdgeSettings
-from semantickv.telemetry.answer_reader import AnswerReader
 from semantickv.telemetry.fleet_book import FleetBook
-from semantickv.telemetry.metrics import EdgeMetrics
-from semantickv.telemetry.record import EngineReceipt, ExchangeRecord, RecordStore
-from semantickv.telemetry.request_span import RequestSpan, start_span
+from semantickv.telemetry.metrics import EdgeMetrics, RequestSpan, start_span
+from semantickv.telemetry.record import AnswerReader, EngineReceipt, ExchangeRecord, RecordStore
 from semantickv.telemetry.trace_log import TraceJob, TraceLog
 from semblend.arrange import Arrangement
 from semblend.errors import ConfigError, InputError
@@ -60,7 +58,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from semantickv.shared_state.redis_link import RedisLink
-    from semantickv.shared_state.router_sync import RouterSync
+    from semantickv.shared_state.sync import RouterSync
 
 SETTLE_S = 0.002
 MOST_UNSETTLED = 64

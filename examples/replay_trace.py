@@ -6,7 +6,7 @@ python examples/replay_trace.py [trace.jsonl]         simulated; `semantickv rep
 import sys
 from pathlib import Path
 
-from semantickv.analysis.replay import replay
+from semantickv.analysis.experiments import replay
 from semantickv.simulator.capacity import Capacity
 from semantickv.traces.trace import Trace
 

@@ -18,14 +18,14 @@ COMMANDS = {
     "advise": "simulate",
     "policies": "simulate",
     "check": "simulate",
-    "collect": "collect",
+    "collect": "traces",
     "workload": "traces",
     "segment": "traces",
-    "proxy": "proxy",
-    "router": "router",
-    "dynamo-router": "dynamo_router",
-    "dynamo-pin": "dynamo_pin",
-    "api": "api",
+    "proxy": "serve",
+    "router": "serve",
+    "dynamo-router": "serve",
+    "dynamo-pin": "serve",
+    "api": "serve",
 }
 DESCRIPTION = "What a cache should keep and how much memory it needs (simulated); where a request should go."
 EXAMPLES = (

@@ -1,10 +1,15 @@
-"""Everything that semantickv reads from the environment. No other module reads it."""
+"""Everything that semantickv reads from the environment. No other module reads it.
+
+The variable of a setting is its name in capitals after ``SEMANTICKV_`` (``health_s`` is ``SEMANTICKV_HEALTH_SECONDS``);
+`_NAMES` holds the exceptions. The type of its default says how it is read.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, Self
 
 from semblend.errors import ConfigError
 
@@ -57,66 +62,30 @@ VARIABLES = {
     "SEMANTICKV_CACHE_TOKENS": "Size of that cache in tokens (default 50000).",
     "SEMANTICKV_HASH_KEY": "Secret that keys the hashes in traces, so that short texts cannot be guessed.",
 }
+_NAMES = {
+    "upstream": "SEMANTICKV_UPSTREAM_BASE_URL",
+    "policy": "SEMANTICKV_ROUTING_POLICY",
+    "trace_dir": "SEMANTICKV_TRACE_OUTPUT_DIR",
+    "timeout_s": "SEMANTICKV_PROXY_TIMEOUT_SECONDS",
+    "capacity_tokens": "SEMANTICKV_CACHE_TOKENS",
+}
+_CHOICES = {"SEMANTICKV_SESSION_HINT": ("header", "body")}
+_VERBATIM = ("SEMANTICKV_REDIS_SECRET", "SEMANTICKV_HASH_KEY")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
-def read_variable(name: str, environ: Mapping[str, str] | None = None) -> str:
-    """Read a variable of `VARIABLES`; empty if it is not set.
+class _Settings:
+    """A dataclass whose fields are read from the environment."""
 
-    >>> read_variable("SEMANTICKV_REDACT_TEXT", {})
-    ''
-    """
-    if name not in VARIABLES:
-        raise KeyError(f"{name} is not listed in semantickv.settings.VARIABLES")
-    return (os.environ if environ is None else environ).get(name, "")
-
-
-def read_flag(name: str, default: bool, environ: Mapping[str, str] | None = None) -> bool:
-    """Read a variable that is true or false.
-
-    >>> read_flag("SEMANTICKV_REDACT_TEXT", True, {"SEMANTICKV_REDACT_TEXT": "no"})
-    False
-    """
-    value = read_variable(name, environ).strip().lower()
-    if not value:
-        return default
-    if value not in _TRUE + _FALSE:
-        raise ConfigError(f"{name}={value} is neither true nor false", hint="write true or false")
-    return value in _TRUE
-
-
-def read_choice(name: str, choices: tuple[str, ...], environ: Mapping[str, str] | None = None) -> str:
-    """Read a variable that is one of some words; the first is the default.
-
-    >>> read_choice("SEMANTICKV_SESSION_HINT", ("header", "body"), {})
-    'header'
-    """
-    value = read_variable(name, environ).strip() or choices[0]
-    if value not in choices:
-        raise ConfigError(f"{name}={value} is unknown", hint="one of " + ", ".join(choices))
-    return value
-
-
-def read_number(name: str, default: float, environ: Mapping[str, str] | None = None) -> float:
-    """Read a variable that is a number above zero.
-
-    >>> read_number("SEMANTICKV_PROXY_TIMEOUT_SECONDS", 600.0, {"SEMANTICKV_PROXY_TIMEOUT_SECONDS": "30"})
-    30.0
-    """
-    text = read_variable(name, environ)
-    if not text:
-        return default
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise ConfigError(f"{name}={text} is not a number above 0", hint="seconds, for example 600")
-    return value
+    @classmethod
+    def read(cls, environ: Mapping[str, str] | None = None) -> Self:
+        """Read all of them; `ConfigError` names the variable that is wrong."""
+        found = os.environ if environ is None else environ
+        return cls(**{one.name: _read(one, found) for one in fields(cls)})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
-class EdgeSettings:
+class EdgeSettings(_Settings):
     """The settings of the proxy and of the router, read once.
 
     >>> EdgeSettings.read({"SEMANTICKV_REPLICAS": "http://a:1, http://b:2"}).replicas
@@ -156,69 +125,52 @@ class EdgeSettings:
     salt_secret: str = field(default="", repr=False)
     hash_key: str = field(default="", repr=False)
 
-    @classmethod
-    def read(cls, environ: Mapping[str, str] | None = None) -> EdgeSettings:
-        """Read all of them from the environment; `ConfigError` names the variable that is wrong."""
-
-        def text(name: str, default: str = "") -> str:
-            return read_variable(name, environ).strip() or default
-
-        def number(name: str, default: float) -> float:
-            return read_number(name, default, environ)
-
-        def count(name: str, default: int) -> int:
-            value = number(name, default)
-            if value != int(value):
-                raise ConfigError(f"{name}={value:g} is not a whole number", hint=f"for example {default}")
-            return int(value)
-
-        return cls(
-            upstream=text("SEMANTICKV_UPSTREAM_BASE_URL"),
-            replicas=tuple(one.strip() for one in text("SEMANTICKV_REPLICAS").split(",") if one.strip()),
-            replicas_file=text("SEMANTICKV_REPLICAS_FILE"),
-            policy=text("SEMANTICKV_ROUTING_POLICY", cls.policy),
-            engine_reuse=text("SEMANTICKV_ENGINE_REUSE", cls.engine_reuse),
-            session_affinity=read_flag("SEMANTICKV_SESSION_AFFINITY", True, environ),
-            session_hint=read_choice("SEMANTICKV_SESSION_HINT", ("header", "body"), environ),
-            max_tracked_tokens=int(number("SEMANTICKV_MAX_TRACKED_TOKENS", cls.max_tracked_tokens)),
-            arrange=read_flag("SEMANTICKV_ARRANGE", True, environ),
-            kv_events=tuple(one.strip() for one in text("SEMANTICKV_KV_EVENTS").split(",")),
-            one_tenant=read_flag("SEMANTICKV_ONE_TENANT", False, environ),
-            redis_url=text("SEMANTICKV_REDIS_URL"),
-            redis_secret=read_variable("SEMANTICKV_REDIS_SECRET", environ),
-            redis_group=text("SEMANTICKV_REDIS_GROUP", cls.redis_group),
-            health_s=number("SEMANTICKV_HEALTH_SECONDS", cls.health_s),
-            health_timeout_s=number("SEMANTICKV_HEALTH_TIMEOUT_SECONDS", cls.health_timeout_s),
-            health_failures=count("SEMANTICKV_HEALTH_FAILURES", cls.health_failures),
-            hang_s=number("SEMANTICKV_HANG_SECONDS", cls.hang_s),
-            max_attempts=count("SEMANTICKV_MAX_ATTEMPTS", cls.max_attempts),
-            breaker_faults=count("SEMANTICKV_BREAKER_FAULTS", cls.breaker_faults),
-            breaker_s=number("SEMANTICKV_BREAKER_SECONDS", cls.breaker_s),
-            breaker_max_s=number("SEMANTICKV_BREAKER_MAX_SECONDS", cls.breaker_max_s),
-            trace=read_flag("SEMANTICKV_TRACE", True, environ),
-            trace_dir=text("SEMANTICKV_TRACE_OUTPUT_DIR", cls.trace_dir),
-            trace_file_mb=number("SEMANTICKV_TRACE_FILE_MB", cls.trace_file_mb),
-            redact_text=read_flag("SEMANTICKV_REDACT_TEXT", True, environ),
-            timeout_s=number("SEMANTICKV_PROXY_TIMEOUT_SECONDS", cls.timeout_s),
-            connect_timeout_s=number("SEMANTICKV_CONNECT_TIMEOUT_SECONDS", cls.connect_timeout_s),
-            max_requests=int(number("SEMANTICKV_MAX_REQUESTS", cls.max_requests)),
-            admin_key=text("SEMANTICKV_ADMIN_KEY"),
-            salt_secret=text("SEMANTICKV_SALT_SECRET"),
-            hash_key=read_variable("SEMANTICKV_HASH_KEY", environ),
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
-class ApiSettings:
+class ApiSettings(_Settings):
     """The settings of the simulation API."""
 
-    policy: str = "lru"
+    cache_policy: str = "lru"
     capacity_tokens: int = 50_000
 
-    @classmethod
-    def read(cls, environ: Mapping[str, str] | None = None) -> ApiSettings:
-        """Read them from the environment."""
-        return cls(
-            policy=read_variable("SEMANTICKV_CACHE_POLICY", environ).strip() or cls.policy,
-            capacity_tokens=int(read_number("SEMANTICKV_CACHE_TOKENS", cls.capacity_tokens, environ)),
-        )
+
+def find_variable(name: str) -> str:
+    """Name the variable of a field.
+
+    >>> find_variable("breaker_max_s"), find_variable("arrange")
+    ('SEMANTICKV_BREAKER_MAX_SECONDS', 'SEMANTICKV_ARRANGE')
+    """
+    usual = f"{name[:-2]}_seconds" if name.endswith("_s") else name
+    return _NAMES.get(name, f"SEMANTICKV_{usual.upper()}")
+
+
+def _read(one: Field[Any], environ: Mapping[str, str]) -> Any:
+    """Read the variable of a field; its default where it is not set."""
+    name, default = find_variable(one.name), one.default
+    text = environ.get(name, "") if name in _VERBATIM else environ.get(name, "").strip()
+    if not text:
+        return default
+    if isinstance(default, bool):
+        if text.lower() not in _TRUE + _FALSE:
+            raise ConfigError(f"{name}={text} is neither true nor false", hint="write true or false")
+        return text.lower() in _TRUE
+    if isinstance(default, tuple):
+        words = tuple(word.strip() for word in text.split(","))
+        return words if one.name == "kv_events" else tuple(filter(None, words))  # there, one may publish none
+    if isinstance(default, str):
+        if text not in _CHOICES.get(name, (text,)):
+            raise ConfigError(f"{name}={text} is unknown", hint="one of " + ", ".join(_CHOICES[name]))
+        return text
+    return _read_number(name, text, default)
+
+
+def _read_number(name: str, text: str, default: Any) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"{name}={text} is not a number above 0", hint=f"for example {default:g}")
+    if isinstance(default, int) and value != int(value):
+        raise ConfigError(f"{name}={text} is not a whole number", hint=f"for example {default}")
+    return int(value) if isinstance(default, int) else value

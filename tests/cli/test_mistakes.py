@@ -396,7 +396,7 @@ def test_a_package_that_is_missing_names_its_extra(
     def fail(args: object) -> int:
         raise ModuleNotFoundError("No module named 'redis'", name="redis")
 
-    monkeypatch.setattr("semantickv.commands.router._run_demo", fail)
+    monkeypatch.setattr("semantickv.commands.serve._run_demo", fail)
     assert semantickv.cli.main(["router", "--demo"]) == 2
     said = capsys.readouterr().err
     assert said == (

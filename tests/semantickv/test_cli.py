@@ -6,12 +6,13 @@ import io
 import json
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from semantickv import settings
 from semantickv.cli import COMMANDS, build_parser, main
+from semantickv.settings import VARIABLES, ApiSettings, EdgeSettings, find_variable
 from semantickv.simulator.policies import POLICIES
 from semantickv.traces.trace import Trace
 from semblend.errors import ConfigError
@@ -192,10 +193,13 @@ def test_a_kind_of_reuse_that_does_not_exist_is_refused(word: str, capsys: Captu
 
 
 def test_settings_are_listed_checked_and_read_in_one_place() -> None:
-    with pytest.raises(KeyError):
-        settings.read_variable("SEMANTICKV_OTHER", {})
-    with pytest.raises(ConfigError):
-        settings.read_flag("SEMANTICKV_REDACT_TEXT", True, {"SEMANTICKV_REDACT_TEXT": "maybe"})
-    for text in ("0", "-1", "inf", "soon"):
-        with pytest.raises(ConfigError):
-            settings.read_number("SEMANTICKV_PROXY_TIMEOUT_SECONDS", 1.0, {"SEMANTICKV_PROXY_TIMEOUT_SECONDS": text})
+    known = [one.name for kind in (EdgeSettings, ApiSettings) for one in fields(kind)]
+    assert {find_variable(name) for name in known} == set(VARIABLES)
+    for name, text in (
+        ("REDACT_TEXT", "maybe"), ("SESSION_HINT", "cookie"), ("MAX_ATTEMPTS", "1.5"),
+        *(("PROXY_TIMEOUT_SECONDS", text) for text in ("0", "-1", "inf", "soon")),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"SEMANTICKV_{name}={text}"):
+            EdgeSettings.read({f"SEMANTICKV_{name}": text})
+    read = EdgeSettings.read({"SEMANTICKV_REPLICAS": "a,,b", "SEMANTICKV_KV_EVENTS": ",tcp://b:1"})
+    assert (read.replicas, read.kv_events) == (("a", "b"), ("", "tcp://b:1"))

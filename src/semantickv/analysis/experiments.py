@@ -1,21 +1,33 @@
-"""Experiments: a workload generated from a seed, simulated with several policies.
+"""Several policies over one trace: experiments on generated workloads, and replays of recorded traces. Simulated.
 
-Every experiment runs in two modes. In *block* mode each block may hit by itself: the source text simulates this, and it
-is what position-independent reuse could give. In *prefix* mode a block hits only if everything before it hits, as in a
-prefix cache. An experiment's configuration is a YAML file with the fields of `Experiment`.
+An experiment runs in two modes. In *block* mode each block may hit by itself: the source text simulates this, and it is
+what position-independent reuse could give. In *prefix* mode a block hits only if everything before it hits, as in a
+prefix cache. Its configuration is a YAML file with the fields of `Experiment`.
+
+A fair sentence about a replay: "on replay of the same trace, this policy would have kept more reusable tokens, under
+this latency model". It is not a measurement of a server.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
-from semantickv.analysis.latency import BOUNDS, LatencyModel, build_policy_record
+from semantickv.analysis.latency import (
+    BOUNDS,
+    SIMULATED_NOTE,
+    Calibration,
+    LatencyModel,
+    Observations,
+    build_policy_record,
+    estimate_request_ttfts_ms,
+)
 from semantickv.simulator.capacity import Capacity
 from semantickv.simulator.forest import Forest, Mode, build_forest
 from semantickv.simulator.simulate import SimulationResult, simulate
@@ -186,116 +198,78 @@ def load_experiment(path: str | Path) -> Experiment:
     return parse_experiment(table, str(file))
 
 
+def _is_whole(value: Any, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(word, str) for word in value)
+
+
+_WHOLE, _NAMES = (_is_whole, "is not a whole number from 1 on"), (_are_names, "is not a list of names")
+_REAL, _TABLE = (_is_real, "is not a number"), (lambda value: isinstance(value, Mapping), "is not a table")
+_FIELDS: Final[Mapping[str, tuple[str, tuple[Callable[[Any], bool], str]]]] = {
+    "experiment_id": ("experiment_id", (lambda value: _is_name(value) and "/" not in value, "is no name")),
+    "workload_families": ("workload_families", _NAMES),
+    "num_sessions": ("sessions", _WHOLE),
+    "requests_per_session": ("requests", _WHOLE),
+    "cache_capacity_tokens": ("capacity_tokens", _WHOLE),
+    "seed": ("seed", (lambda value: _is_whole(value, 0), "is not a whole number from 0 on")),
+    "policies": ("policies", _NAMES),
+    "modes": ("modes", _NAMES),
+    "base_ttft_ms": ("base_ttft_ms", _REAL),
+    "token_latency_ms": ("token_latency_ms", _REAL),
+    "arrivals": ("arrivals", _TABLE),
+    "tenants": ("tenants", _WHOLE),
+    "output_dir": ("output_dir", (_is_name, "is no name")),
+    "policy_options": ("policy_options", _TABLE),
+    "metadata": ("metadata", _TABLE),
+    "semantic_classifier": ("", (lambda _: True, "")),  # the source text's files name one
+}
+"""What a configuration may hold: the field of `Experiment` that it gives, and what its value must be."""
+_NEEDED: Final = (
+    "experiment_id", "workload_families", "num_sessions", "requests_per_session", "cache_capacity_tokens"
+)  # fmt: skip
+
+
 def parse_experiment(table: Any, where: str = "configuration") -> Experiment:
     """Check what a YAML file holds and build the experiment; an error names file and field."""
     if not isinstance(table, Mapping):
         raise InputError(f"{where} holds no fields", hint=_HINT)
-    known = {
-        "experiment_id", "seed", "policies", "workload_families", "num_sessions", "requests_per_session",
-        "cache_capacity_tokens", "token_latency_ms", "base_ttft_ms", "output_dir", "metadata", "semantic_classifier",
-        "modes", "arrivals", "tenants", "policy_options",
-    }  # fmt: skip
-    unknown = sorted(set(table) - known)
-    if unknown:
-        raise InputError(f"{where}: unknown field {unknown[0]}", hint=f"fields: {', '.join(sorted(known))}")
-    config = _Fields(where, table)
-    families = config.read_names("workload_families")
-    for family in families:
-        if family not in FAMILIES:
-            raise InputError(
-                f"{where}, field workload_families: no family {family!r}", hint=f"one of {', '.join(FAMILIES)}"
-            )
-    modes = config.read_names("modes", EXPERIMENT_MODES)
-    if not set(modes) <= set(EXPERIMENT_MODES):
-        raise InputError(f"{where}, field modes: {', '.join(modes)}", hint="block, prefix or both")
-    return Experiment(
-        experiment_id=config.read_text("experiment_id"),
-        workload_families=families,
-        sessions=config.read_whole("num_sessions"),
-        requests=config.read_whole("requests_per_session"),
-        capacity_tokens=config.read_whole("cache_capacity_tokens"),
-        seed=config.read_whole("seed", 0, least=0),
-        policies=config.read_names("policies", SIX),
-        modes=tuple(mode for mode in EXPERIMENT_MODES if mode in modes),
-        latency=LatencyModel(
-            config.read_real("base_ttft_ms", 80.0), config.read_real("token_latency_ms", 0.08), "configuration"
-        ),
-        arrivals=config.read_arrivals(),
-        tenants=config.read_whole("tenants", 1),
-        output_dir=config.read_text("output_dir", "outputs/experiments"),
-        policy_options=config.read_options(),
-        metadata=config.table.get("metadata") or {},
-    )
-
-
-class _Fields:
-    """Reads typed fields of a table; an error names file and field."""
-
-    def __init__(self, where: str, table: Mapping[str, Any]) -> None:
-        self.where, self.table = where, table
-
-    def _build_error(self, name: str, what: str) -> InputError:
-        """Build the error for one field."""
-        return InputError(f"{self.where}, field {name}: {what}", hint=_HINT)
-
-    def _get(self, name: str, default: Any) -> Any:
-        """Return a field or its default; raise InputError if there is neither."""
-        value = self.table.get(name, default)
-        if value is None:
-            raise self._build_error(name, "is missing")
-        return value
-
-    def read_text(self, name: str, default: str | None = None) -> str:
-        """Read a name; an experiment id may not hold a slash."""
-        value = self._get(name, default)
-        if not isinstance(value, str) or not value or ("/" in value and name == "experiment_id"):
-            raise self._build_error(name, f"{value!r} is no name")
-        return value
-
-    def read_names(self, name: str, default: tuple[str, ...] | None = None) -> tuple[str, ...]:
-        """Read a list of names that is not empty."""
-        value = self._get(name, default)
-        if not isinstance(value, list | tuple) or not value or not all(isinstance(word, str) for word in value):
-            raise self._build_error(name, "is not a list of names")
-        return tuple(value)
-
-    def read_whole(self, name: str, default: int | None = None, *, least: int = 1) -> int:
-        """Read a whole number of at least ``least``."""
-        value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self._build_error(name, f"{value!r} is not a whole number from {least} on")
-        return value
-
-    def read_real(self, name: str, default: float) -> float:
-        """Read a number."""
-        value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self._build_error(name, f"{value!r} is not a number")
-        return float(value)
-
-    def read_options(self) -> dict[str, dict[str, Any]]:
-        """Read the options of policies: numbers by policy and name."""
-        value = self.table.get("policy_options") or {}
-        if not isinstance(value, Mapping) or not all(isinstance(one, Mapping) for one in value.values()):
-            raise self._build_error("policy_options", "is not a table of tables: policy, option, number")
-        for policy, options in value.items():
-            for name, number in options.items():
-                if isinstance(number, bool) or not isinstance(number, int | float):
-                    raise self._build_error(f"policy_options.{policy}.{name}", f"{number!r} is not a number")
-        return {policy: dict(options) for policy, options in value.items()}
-
-    def read_arrivals(self) -> Arrivals:
-        """Read the arrival process."""
-        value = self.table.get("arrivals") or {}
-        allowed = {one.name for one in fields(Arrivals)}
-        if not isinstance(value, Mapping) or not set(value) <= allowed:
-            raise self._build_error("arrivals", f"fields are {', '.join(sorted(allowed))}")
-        try:
-            return Arrivals(**value)
-        except (TypeError, InputError) as error:
-            raise self._build_error(
-                "arrivals", error.message if isinstance(error, InputError) else str(error)
-            ) from None
+    for name in [*sorted(set(table) - set(_FIELDS)), *(name for name in _NEEDED if table.get(name) is None)]:
+        told = f"field {name}: is missing" if name in _FIELDS else f"unknown field {name}"
+        raise InputError(f"{where}, {told}", hint=f"fields: {', '.join(sorted(_FIELDS))}")
+    given: dict[str, Any] = {}
+    for name, (known, (holds, words)) in _FIELDS.items():
+        value = table.get(name)
+        if value is not None and not holds(value):
+            raise InputError(f"{where}, field {name}: {value!r} {words}", hint=_HINT)
+        if value is not None and known:
+            given[known] = tuple(value) if isinstance(value, list) else value
+    for name, known_names in (("workload_families", FAMILIES), ("modes", EXPERIMENT_MODES)):
+        other = next((one for one in given.get(name, ()) if one not in known_names), None)
+        if other is not None:
+            raise InputError(f"{where}, field {name}: no {other!r}", hint=f"one of {', '.join(known_names)}")
+    for policy, options in given.get("policy_options", {}).items():
+        values = options if isinstance(options, Mapping) else {"": options}
+        for name in (name for name, value in values.items() if not (name and _is_real(value))):
+            raise InputError(f"{where}, field policy_options.{policy}.{name}: is not a number", hint=_HINT)
+    try:
+        given["arrivals"] = Arrivals(**given.get("arrivals", {}))
+    except (TypeError, InputError) as error:
+        told = error.message if isinstance(error, InputError) else str(error)
+        raise InputError(f"{where}, field arrivals: {told}", hint=_HINT) from None
+    base, each = float(given.pop("base_ttft_ms", 80.0)), float(given.pop("token_latency_ms", 0.08))
+    modes = tuple(mode for mode in EXPERIMENT_MODES if mode in given.pop("modes", EXPERIMENT_MODES))
+    return Experiment(modes=modes, latency=LatencyModel(base, each, "configuration"), **given)
 
 
 def _import_yaml() -> Any:
@@ -306,3 +280,65 @@ def _import_yaml() -> Any:
         raise MissingDependencyError(
             "experiment configurations need the package yaml", hint="pip install 'semblend-suite[lab]'"
         ) from None
+
+
+DEFAULT_POLICIES = ("lru", "adaptive_semantic", "static_semantic")
+CHAINED_NOTE = (
+    "This trace's ids stand for a block and everything before it: it cannot show what reuse independent of position "
+    "would add, and block mode over it equals prefix mode up to evicted beginnings."
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Replay:
+    """Every policy's record, the simulated time of every request, and where the latency line came from."""
+
+    trace: Trace
+    capacity: Capacity
+    mode: Mode
+    latency: LatencyModel
+    records: list[dict[str, Any]]
+    ttft_ms: Mapping[str, npt.NDArray[np.float64]]
+    calibration: Calibration | None = None
+    observed: Observations | None = field(default=None, repr=False)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the result in the names of replay_results.json."""
+        return {
+            "simulated": True,
+            "note": SIMULATED_NOTE,
+            "trace": describe_trace(self.trace) | {"format": self.trace.format, "skipped_lines": self.trace.skipped},
+            "capacity": {"size": self.capacity.size, "unit": self.capacity.unit, "label": self.capacity.label},
+            "mode": self.mode,
+            "latency": self.latency.as_json(),
+            "calibration": None if self.calibration is None else self.calibration.as_json(),
+            "policies": self.records,
+        }
+
+
+def replay(
+    trace: Trace,
+    capacity: Capacity,
+    policies: Sequence[str] = DEFAULT_POLICIES,
+    *,
+    mode: Mode = "prefix",
+    latency: LatencyModel | None = None,
+    seed: int = 0,
+    progress: Callable[[str], None] | None = None,
+) -> Replay:
+    """Simulate the same requests, in order, with each policy, and estimate their times to first token."""
+    model = latency or LatencyModel()
+    forest = build_forest(trace, mode)
+    done = []
+    for number, policy in enumerate(policies):
+        if progress is not None:
+            progress(f"{policy}: {number + 1} of {len(policies)} policies, {len(trace):,} requests")
+        done.append(simulate(forest, policy, capacity, seed=seed))
+    return Replay(
+        trace,
+        capacity,
+        mode,
+        model,
+        [build_policy_record(trace, one, model) for one in done],
+        {one.policy: estimate_request_ttfts_ms(trace, one, model) for one in done},
+    )

@@ -14,10 +14,9 @@ from typing import Any
 
 from semantickv.analysis.latency import BOUNDS, LatencyModel
 from semantickv.simulator.capacity import Capacity
-from semantickv.simulator.forest import build_forest
-from semantickv.simulator.plain import PlainRun
+from semantickv.simulator.forest import Forest, build_forest
 from semantickv.simulator.policies import POLICIES
-from semantickv.simulator.simulate import build_default_options
+from semantickv.simulator.simulate import SimulationResult, simulate
 from semantickv.traces.segmentation import TextBlock
 from semantickv.traces.trace import Trace, TraceRequest
 from semblend.errors import InputError
@@ -74,8 +73,8 @@ class LiveSimulation:
                 session=session,
             )
             self._kept.append(asked)
-            run = self._replay()
-            hit_tokens, hit_blocks = int(run.counts.hit_tokens[-1]), int(run.counts.hit_blocks[-1])
+            _, done = self._replay()
+            hit_tokens, hit_blocks = int(done.hit_tokens_by_request[-1]), int(done.hit_blocks_by_request[-1])
             ttft_ms = float(self.latency.estimate_ttft_ms(asked.tokens - hit_tokens))  # type: ignore[arg-type]
             self._seen += 1
             self._hit_tokens += hit_tokens
@@ -87,17 +86,22 @@ class LiveSimulation:
 
     def describe_cache(self) -> dict[str, Any]:
         """What is cached now."""
-        with self._lock:
-            blocks = list(self._replay().cache.blocks.values()) if self._kept else []
         by_type: dict[str, int] = {}
-        for block in blocks:
-            by_type[block.type] = by_type.get(block.type, 0) + block.tokens
+        blocks = 0
+        with self._lock:
+            if self._kept:
+                forest, done = self._replay()
+                held = done.cached_nodes
+                blocks = int(held.sum())
+                for kind, tokens in zip(forest.types[held].tolist(), forest.tokens[held].tolist(), strict=True):
+                    name = forest.trace.type_names[kind]
+                    by_type[name] = by_type.get(name, 0) + tokens
         return {
             "simulated": True,
             "policy": self.policy,
             "capacity_tokens": self.capacity.size,
-            "used_tokens": sum(block.tokens for block in blocks),
-            "blocks": len(blocks),
+            "used_tokens": sum(by_type.values()),
+            "blocks": blocks,
             "tokens_by_type": by_type,
         }
 
@@ -114,12 +118,9 @@ class LiveSimulation:
             "avg_ttft_ms": round(self._ttft_ms / seen, 3) if seen else None,
         }
 
-    def _replay(self) -> PlainRun:
+    def _replay(self) -> tuple[Forest, SimulationResult]:
         """Run the kept requests through a new cache."""
         first = self._kept[0].arrival_s
         kept = [replace(request, arrival_s=request.arrival_s - first) for request in self._kept]
         forest = build_forest(Trace.from_requests(kept), "prefix")
-        options = {**build_default_options(self.capacity), "seed": 0}
-        run = PlainRun(forest, POLICIES[self.policy].plain(), self.capacity, 0, options)
-        run.run()
-        return run
+        return forest, simulate(forest, self.policy, self.capacity)

@@ -24,7 +24,7 @@ from semblend.arrange import Arranger
 from semblend.errors import ConfigError
 
 if TYPE_CHECKING:
-    from semantickv.shared_state.router_sync import RouterSync
+    from semantickv.shared_state.sync import RouterSync
 
 log = logging.getLogger("semantickv")
 
@@ -181,7 +181,7 @@ class NamedReplicas:
 
 
 def _build_sync(router: Router) -> RouterSync:
-    from semantickv.shared_state.router_sync import RouterSync
+    from semantickv.shared_state.sync import RouterSync
 
     return RouterSync(router, probe_replica)
 

@@ -43,24 +43,22 @@ from semantickv.routing.prompt_view import PROMPT_PATHS, UNREAD, PromptPart, Pro
 from semantickv.routing.replica import Health, Replica
 from semantickv.routing.router import NoReplica, RouteDecision, Router, RouteRequest
 from semantickv.settings import EdgeSettings
-from semantickv.telemetry.answer_reader import AnswerReader
 from semantickv.telemetry.fleet_book import FleetBook
-from semantickv.telemetry.metrics import EdgeMetrics
-from semantickv.telemetry.record import EngineReceipt, ExchangeRecord, RecordStore
-from semantickv.telemetry.request_span import RequestSpan, start_span
+from semantickv.telemetry.metrics import EdgeMetrics, RequestSpan, start_span
+from semantickv.telemetry.record import AnswerReader, EngineReceipt, ExchangeRecord, RecordStore
 from semantickv.telemetry.trace_log import TraceJob, TraceLog
 from semblend.arrange import Arrangement
 from semblend.errors import ConfigError, InputError
 from semblend.prompt import Namespace
 from semblend.web.site import HEADERS, build_fleet
-from semblend.wire.caller_headers import find_repeated
+from semblend.wire.callers import find_repeated
 from semblend.wire.errors import ApiError
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from semantickv.shared_state.redis_link import RedisLink
-    from semantickv.shared_state.router_sync import RouterSync
+    from semantickv.shared_state.sync import RouterSync
 
 SETTLE_S = 0.002
 MOST_UNSETTLED = 64

@@ -45,7 +45,7 @@ class SimulationService:
 
     def __init__(self, settings: ApiSettings) -> None:
         self.segmenter = Segmenter(max_block_tokens=2048)
-        self.live = LiveSimulation(settings.policy, settings.capacity_tokens)
+        self.live = LiveSimulation(settings.cache_policy, settings.capacity_tokens)
         self.latest: deque[dict[str, Any]] = deque(maxlen=LATEST)
         self._experiment = threading.Lock()
         self._mock = threading.Lock()

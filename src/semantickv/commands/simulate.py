@@ -13,12 +13,15 @@ from typing import Any
 from semantickv.analysis.advice import DEFAULT_GPU, ENGINES, Costs
 from semantickv.analysis.advise import Question, advise
 from semantickv.analysis.experiments import (
+    CHAINED_NOTE,
     CONFIG_FOLDER,
+    DEFAULT_POLICIES,
     SIX,
     Experiment,
     ExperimentOutcome,
     list_configs,
     load_experiment,
+    replay,
     run_experiment,
 )
 from semantickv.analysis.latency import (
@@ -29,14 +32,14 @@ from semantickv.analysis.latency import (
     compute_gain,
     read_observations,
 )
-from semantickv.analysis.replay import CHAINED_NOTE, DEFAULT_POLICIES, replay
 from semantickv.analysis.tiers import DECODE_MS, Speed, Tier, TieredRun, replay_tiers
 from semantickv.output import advise as advise_output
 from semantickv.output import files
 from semantickv.output.files import check_parent, describe_calibration, make_folder, write_replay
 from semantickv.simulator.capacity import DTYPE_BYTES, KV_SHAPES, Capacity, count_kv_bytes_per_token
 from semantickv.simulator.forest import build_forest
-from semantickv.simulator.policies import POLICIES
+from semantickv.simulator.plain import PlainPolicy
+from semantickv.simulator.policies import POLICIES, Policy
 from semantickv.simulator.simulate import simulate
 from semantickv.traces.formats import FORMATS
 from semantickv.traces.trace import Trace
@@ -518,7 +521,8 @@ def _check_policies() -> str:
 def _check_simulator() -> str:
     """Simulate a tiny workload whose hits are known; raise ArithmeticError if they differ."""
     trace = generate_workload(["repeated_system"], sessions=2, requests=2, seed=0)
-    done = simulate(trace, "lru", Capacity.tokens(10_000), engine="plain")  # compiling would take longer than all else
+    lru = Policy("lru", "the longest unused goes first", PlainPolicy)  # compiling one would take longer than all else
+    done = simulate(trace, lru, Capacity.tokens(10_000))
     if done.block_hits != 3:
         raise ArithmeticError(f"3 of 8 blocks should hit, {done.block_hits} did")
     return "3 of 8 blocks hit, as they should (simulated)"

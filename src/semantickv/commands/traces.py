@@ -1,19 +1,26 @@
-"""Commands about traces: write made-up traffic, show how a prompt is cut."""
+"""Commands that make traces and show what is in them: collect, workload, segment."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import gzip
 import json
 import sys
-from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
 
+from semantickv.engine_state.subscriber import EventSource
+from semantickv.settings import EdgeSettings
+from semantickv.traces.collection import Collector
+from semantickv.traces.kv_events import EventCollector
 from semantickv.traces.segmentation import Classifier, Segmenter, TextBlock, load_rules
-from semantickv.traces.trace import Trace, TraceRequest, describe_trace
+from semantickv.traces.trace import Trace, describe_trace
+from semantickv.traces.trace_writer import TraceWriter
 from semantickv.workloads.families import FAMILIES, PROCESSES, Arrivals, generate_workload
 from semantickv.workloads.from_text import BLOCK_TOKENS, TEXT_WORKLOADS, TextSource, generate_text_workload
+from semantickv.workloads.mock_traffic import collect_mock
 from semblend.cli.commandline import Commands, add_command
 from semblend.cli.output import check_target, print_json, say, table
 from semblend.errors import InputError
@@ -21,8 +28,104 @@ from semblend.errors import InputError
 
 def add(commands: Commands) -> None:
     """Declare the commands of this module."""
+    _add_collect(commands)
     _add_workload(commands)
     _add_segment(commands)
+
+
+COLLECT_EXAMPLES = (
+    "semantickv collect --upstream http://127.0.0.1:8000 --output trace.jsonl",
+    "semantickv collect --mock --output trace.jsonl",
+)
+
+
+def _add_collect(commands: Commands) -> None:
+    parser = add_command(
+        commands, "collect", run_collect, "record OpenAI-compatible traffic as a trace", examples=COLLECT_EXAMPLES
+    )
+    flag = parser.add_argument
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
+        "--upstream",
+        metavar="URL",
+        help="engine to forward to, such as http://127.0.0.1:8000 (default: SEMANTICKV_UPSTREAM_BASE_URL)",
+    )
+    source.add_argument(
+        "--kv-events", metavar="ADDRESS", help="listen to vLLM's or SGLang's KV events (tcp://HOST:PORT)"
+    )
+    source.add_argument("--mock", action="store_true", help="made-up traffic on a made-up clock; every line says so")
+    flag("--host", default="127.0.0.1", help="address that the proxy listens on")
+    flag("--port", type=int, default=8010, metavar="PORT", help="port of the proxy; 0 takes any free one")
+    flag("--requests", type=int, metavar="N", help="stop after N requests (default: 50 with --mock, else never)")
+    flag("--seed", type=int, default=7, metavar="N", help="seed of the made-up traffic")
+    flag("--keep-text", action="store_true", help="write the prompts' text into the trace")
+    flag("--rules", metavar="FILE", help="TOML file with more classification rules")
+    flag("--output-dir", metavar="DIR", help="folder of the trace (default: outputs/live_traces)")
+    flag("--output-name", default="trace", metavar="NAME", help="end of the file's name")
+    flag("--output", metavar="FILE", help="the trace's whole path, in place of the two above")
+
+
+def run_collect(args: argparse.Namespace) -> int:
+    """Record traffic as a trace for replay and advise. With --upstream, a small proxy forwards every request as it is
+    and writes one line for each; with --kv-events, requests are put together from what an engine publishes; with
+    --mock, made-up traffic is written. No text is kept without --keep-text.
+    """
+    settings = EdgeSettings.read()
+    other = args.mock or args.kv_events
+    upstream = args.upstream or ("" if other else settings.upstream)
+    if not upstream and not other:
+        raise InputError("collect needs --upstream, --kv-events or --mock", hint="--upstream http://127.0.0.1:8001")
+    if args.requests is not None and args.requests < 1:
+        raise InputError("--requests must be at least 1")
+    redact, key = settings.redact_text and not args.keep_text, settings.hash_key
+    stamp = datetime.now(UTC).strftime("%Y%m%d_%H%M%S")
+    path = Path(args.output or f"{args.output_dir or settings.trace_dir}/{stamp}_{args.output_name}.jsonl")
+    if path.exists() and path.stat().st_size:
+        raise InputError(f"{path} is there already", hint="pass another --output: times begin again in every trace")
+    with TraceWriter(path) as writer:
+        if args.mock:
+            collect_mock(writer, requests=args.requests or 50, seed=args.seed, redact=redact, key=key)
+        elif args.kv_events:
+            _listen(args, EventCollector(EventSource.parse(args.kv_events), writer, key=key))
+        else:
+            classifier = Classifier().with_rules(load_rules(args.rules)) if args.rules else Classifier()
+            collector = Collector(writer, Segmenter(classifier, key=key), redact)
+            _run_proxy(args, upstream, collector, settings.timeout_s)
+    print(path)
+    say(f"{writer.written} requests recorded" + (" (mock: made up)" if args.mock else ""))
+    return 0
+
+
+def _listen(args: argparse.Namespace, collector: EventCollector) -> None:
+    """Write what the events show until the wanted number of requests or Ctrl-C."""
+    say(f"listening to {args.kv_events}; stop with Ctrl-C")
+    try:
+        asyncio.run(collector.run(args.requests))
+    except KeyboardInterrupt:
+        say("stopping")
+    say("requests that the engine served from its cache alone publish nothing and are not in the trace")
+    if collector.left_out:
+        say(f"{collector.left_out} stored blocks had a beginning that was not seen: left out")
+
+
+def _run_proxy(args: argparse.Namespace, upstream: str, collector: Collector, timeout_s: float) -> None:
+    """Run the recording proxy until the wanted number of requests or Ctrl-C."""
+    from semantickv.apps.collecting import CollectingApp
+    from semblend.http.server import HttpServer, run_server
+
+    app = CollectingApp(upstream, collector, timeout_s=timeout_s)
+
+    def stop_when_enough(server: HttpServer) -> None:
+        def look() -> None:
+            if args.requests is not None and collector.writer.written >= args.requests:
+                server.stop()
+
+        app.on_recorded = look
+
+    def announce(url: str) -> None:
+        say(f"listening on {url}, forwarding to {upstream}; stop with Ctrl-C")
+
+    run_server(app, args.host, args.port, announce=announce, drain_s=5, date_header=False, on_start=stop_when_enough)
 
 
 WORKLOAD_EXAMPLES = ("semantickv workload support_agent --output trace.jsonl",)
@@ -80,40 +183,14 @@ def run_workload(args: argparse.Namespace) -> int:
 def write_trace(trace: Trace, path: str) -> None:
     """Write a trace as JSON Lines; a name that ends in .gz is compressed."""
     try:
-        with _open_output(path) as stream:
-            for line in _format_lines(trace):
-                stream.write(line + "\n")
+        opened = gzip.open if path.endswith(".gz") else open
+        with opened(path, "wt", encoding="utf-8") as out:
+            for request in trace.iter_requests():
+                out.write(json.dumps(request.as_json(), separators=(",", ":")) + "\n")
     except OSError as error:
         raise InputError(
             f"cannot write {path}: {error.strerror}", hint="check the folder and its permissions"
         ) from None
-
-
-def _open_output(path: str) -> IO[str]:
-    """Open a text file to write, compressed if its name ends in .gz."""
-    return gzip.open(path, "wt", encoding="utf-8") if path.endswith(".gz") else Path(path).open("w", encoding="utf-8")
-
-
-def _format_lines(trace: Trace) -> Iterator[str]:
-    """Format each request as one line of JSON."""
-    for request in trace.iter_requests():
-        yield json.dumps(_format_request(request), separators=(",", ":"))
-
-
-def _format_request(request: TraceRequest) -> dict[str, Any]:
-    """Build the JSON object of one request."""
-    blocks = zip(request.block_ids, request.block_tokens, request.block_types, strict=True)
-    line: dict[str, Any] = {
-        "request_id": request.request_id,
-        "timestamp_ms": round(request.arrival_s * 1000, 3),
-        "session_id": request.session,
-        "tenant_id": request.tenant,
-        "output_tokens": request.output_tokens,
-        "blocks": [
-            {"content_hash": number, "semantic_type": kind, "token_count": tokens} for number, tokens, kind in blocks
-        ],
-    }
-    return line if request.ttft_ms is None else line | {"observed_ttft_ms": request.ttft_ms}
 
 
 def _add_segment(commands: Commands) -> None:
@@ -147,20 +224,8 @@ def run_segment(args: argparse.Namespace) -> int:
 
 def _show_rules(classifier: Classifier, *, as_json: bool) -> None:
     """Print the classification rules in their order."""
-    rules = [
-        {
-            "name": rule.name,
-            "type": rule.type,
-            "roles": list(rule.roles),
-            "labels": list(rule.labels),
-            "pattern": rule.pattern,
-            "min_hits": rule.min_hits,
-            "min_words": rule.min_words,
-        }
-        for rule in classifier.rules
-    ]
     if as_json:
-        print_json(rules)
+        print_json([asdict(rule) for rule in classifier.rules])
         return
     rows = []
     for rule in classifier.rules:

@@ -16,10 +16,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from semantickv.analysis.experiments import ExperimentOutcome
+from semantickv.analysis.experiments import CHAINED_NOTE, ExperimentOutcome, Replay
 from semantickv.analysis.latency import BOUNDS, SIMULATED_NOTE, Calibration, compute_gain
 from semantickv.analysis.placement import PlacementResult
-from semantickv.analysis.replay import CHAINED_NOTE, Replay
 from semantickv.output import plots
 from semantickv.traces.trace import describe_trace
 from semblend.cli.output import write_json, write_text

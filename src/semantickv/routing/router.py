@@ -16,19 +16,18 @@ from enum import StrEnum
 import numpy as np
 
 from semantickv.routing.fingerprint import NO_PIECES, PromptPieces
-from semantickv.routing.holders import Column, HolderIndex
-from semantickv.routing.locality import NO_OVERLAP, Overlap
-from semantickv.routing.policies import POLICIES, Standing
-from semantickv.routing.replica import Health, Replica
-from semantickv.routing.standings import (
-    describe_columns,
+from semantickv.routing.locality import NO_OVERLAP, Column, HolderIndex, Overlap
+from semantickv.routing.policies import (
+    POLICIES,
+    Standing,
     describe_replicas,
     find_best,
     hash_id,
     list_shown,
     pick_row,
-    rank_columns,
+    rank_replicas,
 )
+from semantickv.routing.replica import Health, Replica
 from semblend.confirm.outcome import Outcome
 from semblend.errors import ConfigError
 
@@ -36,8 +35,6 @@ MOST_SESSIONS = 100_000
 RECENT_PLACED = 16
 """The recent past, in requests that a replica gets on average. In requests of the whole fleet it would be nothing for a
 thousand replicas: all new prompts went to the few that had their first lines (decisions/placement.md)."""
-MANY_REPLICAS = 24
-"""From so many on, replicas are compared by columns."""
 KEPT_RATES = 128
 """Measured speeds of the whole fleet that say how long an answer may take to begin."""
 MIN_RATE_TOKENS = 256
@@ -171,7 +168,7 @@ class Router:
         self._fading = 1 - 1 / (RECENT_PLACED * len(self.replicas))
         self._row_of = {replica: row for row, replica in enumerate(self.replicas)}
         self._id_hashes = np.array([hash_id(replica.id) for replica in self.replicas], np.uint64)
-        self._index = HolderIndex(len(self.replicas)) if len(self.replicas) >= MANY_REPLICAS else None
+        self._index = HolderIndex(len(self.replicas))
         for replica, row in self._row_of.items():
             replica.memory.join(self._index, row)
 
@@ -258,25 +255,14 @@ class Router:
         home = self._homes.get(self.find_home_key(request)) if request.session else None
         if home is not None and home in free:
             return _decide(home, RouteReason.SESSION, request, self._match(home, request))
-        if self._index is not None and len(free) >= MANY_REPLICAS:
-            return self._choose_among_many(self._index, free, request)
-        overlaps = [self._match(replica, request) for replica in free]
-        head = _find_head(request) if self.policy == "prefix_hash" else None
-        standings = describe_replicas(free, overlaps, request.pieces, head)
-        policy = POLICIES[self.policy]
-        best = max(range(len(free)), key=lambda at: policy(standings[at]))
-        return _decide(free[best], RouteReason.POLICY, request, overlaps[best], free, standings)
-
-    def _choose_among_many(self, index: HolderIndex, free: Sequence[Replica], request: RouteRequest) -> RouteDecision:
-        """The same choice by columns: one by one, a thousand replicas would take 8 ms and more."""
         rows = None if len(free) == len(self.replicas) else np.array([self._row_of[replica] for replica in free])
-        prefix, anywhere = self._match_many(index, request)
+        prefix, anywhere = self._match_all(request)
         ranks = np.zeros_like(self._id_hashes)
         if self.policy == "prefix_hash":
-            ranks = rank_columns(_find_head(request), self._id_hashes)
+            ranks = rank_replicas(_find_head(request), self._id_hashes)
         if rows is not None:
             prefix, anywhere, ranks = prefix[rows], anywhere[rows], ranks[rows]
-        standing = describe_columns(free, prefix, anywhere, request.pieces, ranks)
+        standing = describe_replicas(free, prefix, anywhere, request.pieces, ranks)
         best = find_best(POLICIES[self.policy](standing))
         overlap = Overlap(int(prefix[best]), int(anywhere[best]))
         shown = list_shown(standing, best)
@@ -352,12 +338,12 @@ class Router:
             return Overlap(overlap.prefix_tokens, overlap.prefix_tokens)
         return overlap
 
-    def _match_many(self, index: HolderIndex, request: RouteRequest) -> tuple[Column, Column]:
+    def _match_all(self, request: RouteRequest) -> tuple[Column, Column]:
         """The same of all replicas."""
         if not request.pieces.hashes or self._ignores_prompts:
             nothing = np.zeros(len(self.replicas), np.int64)
             return nothing, nothing
-        prefix, anywhere = index.match(request.pieces)
+        prefix, anywhere = self._index.match(request.pieces)
         return (prefix, prefix) if self._counts_beginnings_only(request) else (prefix, anywhere)
 
 

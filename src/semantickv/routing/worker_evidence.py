@@ -17,12 +17,17 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from semantickv.routing.fingerprint import PromptPieces, cut_prompt
-from semantickv.routing.holders import Column, HolderIndex
-from semantickv.routing.locality import Overlap, ReplicaMemory
-from semantickv.routing.policies import Standing, semantic_locality
+from semantickv.routing.locality import Column, HolderIndex, Overlap, ReplicaMemory
+from semantickv.routing.policies import (
+    ANSWER_TOKENS,
+    RECENT_TOKENS,
+    Standing,
+    find_best,
+    is_new,
+    semantic_locality,
+)
 from semantickv.routing.prompt_view import PromptPart
 from semantickv.routing.router import LEAST_OVERLAP_TOKENS, RECENT_PLACED, EngineReuse, LoadGuard, name_outcome
-from semantickv.routing.standings import ANSWER_TOKENS, RECENT_TOKENS, find_best, is_new
 from semblend.integration.dynamo.placement import Placement, PlacementReason, WorkerKey, WorkerState
 from semblend.prompt import Namespace
 

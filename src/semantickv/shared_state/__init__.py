@@ -15,8 +15,8 @@ from semantickv.settings import EdgeSettings
 from semblend.errors import ConfigError, MissingDependencyError
 
 if TYPE_CHECKING:
-    from semantickv.shared_state.outbox import SyncT
     from semantickv.shared_state.redis_link import RedisLink
+    from semantickv.shared_state.sync import SyncT
 
 
 def open_link(settings: EdgeSettings, make_sync: Callable[[], SyncT]) -> RedisLink[SyncT] | None:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any, Generic
 
 from semantickv.shared_state.messages import MOST_BYTES, read_messages, write_messages
-from semantickv.shared_state.outbox import SyncT
+from semantickv.shared_state.sync import SyncT
 from semblend.errors import ConfigError, MissingDependencyError
 
 FLUSH_S = 0.05

@@ -45,7 +45,7 @@ class Forest:
     @cached_property
     def next_use(self) -> npt.NDArray[np.int32]:
         """For every access, the next request that uses its node; the number of requests if none does."""
-        from semantickv.simulator.forest_kernels import find_next_uses
+        from semantickv.simulator.kernels import find_next_uses
 
         found: npt.NDArray[np.int32] = find_next_uses(self.node, self.trace.starts, self.nodes)
         return found
@@ -53,22 +53,16 @@ class Forest:
 
 def build_forest(trace: Trace, mode: Mode = "prefix", *, share_tenants: bool = False) -> Forest:
     """Number the nodes of a trace for one mode."""
+    from semantickv.simulator.kernels import number_nodes
+
     if mode not in MODES:
         raise InputError(f"unknown mode {mode!r}", hint="prefix or block")
     tenants = np.zeros(len(trace), np.int32) if share_tenants else trace.tenant
-    node, count = number_nodes(trace, tenants, mode == "prefix")
-    return _assemble_forest(trace, mode, node, count)
-
-
-def number_nodes(trace: Trace, tenants: npt.NDArray[np.int32], prefix: bool) -> tuple[npt.NDArray[np.int32], int]:
-    """Return the node of every access and the number of nodes."""
-    from semantickv.simulator import forest_kernels
-
     accesses = trace.block_accesses
     slots = np.full(1 << max(4, int(accesses * 1.5).bit_length()), -1, np.int32)
     above, ids = np.empty(accesses, np.int32), np.empty(accesses, np.int64)
-    node, count = forest_kernels.number_nodes(trace.ids, trace.starts, tenants, prefix, above, ids, slots)
-    return node, int(count)
+    node, count = number_nodes(trace.ids, trace.starts, tenants, mode == "prefix", above, ids, slots)
+    return _assemble_forest(trace, mode, node, int(count))
 
 
 def _assemble_forest(trace: Trace, mode: Mode, node: npt.NDArray[np.int32], count: int) -> Forest:

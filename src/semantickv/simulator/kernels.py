@@ -1,6 +1,6 @@
 """The compiled simulator: a heap, and a loop for each family of policies.
 
-Importing this module imports numba. Every loop has a plain twin in `semantickv.simulator.policies`, which explains it:
+Importing this module imports numba. Every policy has a plain twin in ``tests/plain_policies.py``:
 
 - *priority*: policies that evict by a value set at the last use. The heap holds only blocks that may be evicted, those
   without cached children that are not part of the current request: one push for each request, not for each block.
@@ -16,17 +16,21 @@ from typing import Any
 
 import numpy as np
 
-from semantickv.simulator.policies import EXPLORED_PART, EXPLORER_EVERY, FADE, LHD_CLASSES, TURNS
 from semblend.eviction.kernels import KEY, hear_use, learn_if_due, price_row
-from semblend.fingerprint.kernels import njit
+from semblend.fingerprint.kernels import mix64, njit
 
+SEGMENT = 1 << 40  # one segment's distance from the next, in accesses
+FADE = 0.9  # of the evidence that is left after a lesson
+TURNS = 4  # turns of a conversation that are told apart; later ones are the last
+LHD_CLASSES = 12  # new, or by the age at the last hit
+EXPLORER_EVERY, EXPLORED_PART = 32, 64  # of the blocks, and of the cache
 # Columns of the node table ``info`` (int32): one row is half a cache line, and one array is cheap to hand around,
 # where a tuple of a dozen arrays costs a microsecond of reference counting per call.
 RESIDENT, LEFT, KIDS, USES, MARK, BORN, STAMP, AT = range(8)
 # Columns of ``fact``: what never changes about a node.
 PARENT, SIZE, TOKENS, TYPE = range(4)
 # Places in ``meta`` (int64).
-MEMBERS, USED, CAPACITY, WARM_UP, PREFIX, ASKS, EPOCH, HAND, WINDOW, REFUSED, FIRST = range(11)
+MEMBERS, USED, CAPACITY, PREFIX, ASKS, EPOCH, HAND, WINDOW, REFUSED, FIRST, LONGEST = range(11)
 # Columns of ``tally`` (int32, per request).
 HIT_BLOCKS, HIT_TOKENS, REGRET = range(3)
 
@@ -50,7 +54,55 @@ def look_up(starts: Any, node: Any, tokens: Any, info: Any, filled: Any, tally: 
                 tally[r, REGRET] += 1
 
 
-# The heap: ``heap`` holds nodes, ``info[node, AT]`` its place or -1, ``meta[MEMBERS]`` their number. Smallest key
+# -- a trace as a forest --------------------------------------------------------------------------------------------
+
+
+@njit(nogil=True)
+def number_nodes(ids: Any, starts: Any, tenant: Any, prefix: bool, above_of: Any, id_of: Any, slots: Any) -> Any:
+    """Number the (parent, id) pairs in order of first appearance, in an open-addressed hash table."""
+    mask = len(slots) - 1
+    node = np.empty(len(ids), np.int32)
+    count = 0
+    for r in range(len(starts) - 1):
+        root = -1 - tenant[r]
+        above = root
+        for i in range(starts[r], starts[r + 1]):
+            mixed = mix64(np.uint64(ids[i]) + mix64(np.uint64(above + 0x40000000)))
+            slot = np.int64(mixed & np.uint64(mask))
+            while True:
+                found = slots[slot]
+                if found < 0:
+                    slots[slot] = count
+                    above_of[count] = above
+                    id_of[count] = ids[i]
+                    found = count
+                    count += 1
+                    break
+                if above_of[found] == above and id_of[found] == ids[i]:
+                    break
+                slot = (slot + 1) & mask
+            node[i] = found
+            above = found if prefix else root
+    return node, count
+
+
+@njit(nogil=True)
+def find_next_uses(node: Any, starts: Any, nodes: int) -> Any:
+    """Find for every access the next request that uses its node; the number of requests if none does."""
+    never = len(starts) - 1
+    later = np.full(nodes, never, np.int32)
+    out = np.empty(len(node), np.int32)
+    for r in range(never - 1, -1, -1):
+        for i in range(starts[r], starts[r + 1]):
+            out[i] = later[node[i]]
+        for i in range(starts[r], starts[r + 1]):
+            later[node[i]] = r
+    return out
+
+
+# -- the heap -------------------------------------------------------------------------------------------------------
+
+# ``heap`` holds nodes, ``info[node, AT]`` its place or -1, ``meta[MEMBERS]`` their number. Smallest key
 # first, then the smallest stamp; stamps differ, so the order is total and equal to the plain twin's.
 
 
@@ -140,13 +192,18 @@ def restore_heap_order(heap: Any, info: Any, key: Any, meta: Any) -> None:
 # -- policies with a priority ---------------------------------------------------------------------------------------
 
 FIFO, LRU, LFU, SIZE_LRU, LFUDA, GDSF, STATIC, BELADY, TINY, LFU_ALL, LRU2, SLRU, TLRU = range(13)
-SEGMENT = float(1 << 40)  # one segment's distance from the next, in accesses
 
 
 @njit(inline="always")
 def _compute_priority(kind: int, info: Any, fact: Any, next_use: Any, weights: Any, floor: Any, asked: Any, x: int,
                       i: int) -> Any:  # fmt: skip
-    """Compute the priority of node ``x`` at access ``i``; the smallest is evicted first."""
+    """Compute the priority of node ``x`` at access ``i``; the smallest is evicted first.
+
+    LFU_ALL and LRU2 remember what was evicted. TLRU (arXiv:2510.15152) gives up the last ``tail_tokens`` of the longest
+    prompt through a block first: computing them again keeps the next turn within its time to first token. LFUDA and
+    GDSF age: every eviction raises the value that new blocks start from. STATIC values all blocks in milliseconds, at
+    0.08 a token. BELADY knows what comes next, and is a bound.
+    """
     if kind == LFU_ALL:
         asked[x, 0] += 1
         return float(asked[x, 0])
@@ -154,10 +211,10 @@ def _compute_priority(kind: int, info: Any, fact: Any, next_use: Any, weights: A
         asked[x, 0], asked[x, 1] = asked[x, 1], info[x, STAMP]
         return float(asked[x, 0])
     if kind == SLRU:
-        return info[x, STAMP] + (SEGMENT if info[x, USES] > 1 else 0.0)
+        return info[x, STAMP] + (float(SEGMENT) if info[x, USES] > 1 else 0.0)
     if kind == TLRU:
         asked[x, 0] = max(asked[x, 0], next_use[i])
-        return info[x, STAMP] - (SEGMENT if asked[x, 0] <= weights[-1] else 0.0)
+        return info[x, STAMP] - (float(SEGMENT) if asked[x, 0] <= weights[-1] else 0.0)
     if kind in (LRU, TINY):
         return float(info[x, STAMP])
     if kind == FIFO:
@@ -184,11 +241,10 @@ def evict_smallest(info: Any, fact: Any, key: Any, heap: Any, meta: Any, evicted
     info[x, RESIDENT] = 0
     info[x, LEFT] = 1
     meta[USED] -= fact[x, SIZE]
-    if r >= meta[WARM_UP]:
-        if info[x, BORN] > meta[FIRST]:  # it came with this request: refused, not evicted
-            meta[REFUSED] += 1
-        else:
-            evicted[fact[x, TYPE]] += 1
+    if info[x, BORN] > meta[FIRST]:  # it came with this request: refused, not evicted
+        meta[REFUSED] += 1
+    else:
+        evicted[fact[x, TYPE]] += 1
     above = fact[x, PARENT]
     if above >= 0:
         info[above, KIDS] -= 1
@@ -200,7 +256,10 @@ def evict_smallest(info: Any, fact: Any, key: Any, heap: Any, meta: Any, evicted
 
 @njit(nogil=True)
 def _count_ask(asked: Any, fact: Any, meta: Any, x: int) -> None:
-    """Count a request for node ``x``; the window is counted in sizes, and halving is delayed until a count is read."""
+    """Count a request for node ``x``, cached or not (TINY). After ten times the capacity all counts are halved.
+
+    The window is counted in sizes, and halving is delayed until a count is read.
+    """
     asked[x, 0] = (asked[x, 0] >> min(31, meta[EPOCH] - asked[x, 1])) + 1
     asked[x, 1] = meta[EPOCH]
     meta[ASKS] += fact[x, SIZE]
@@ -275,8 +334,7 @@ def _bring_in(kind: int, bypass: bool, starts: Any, node: Any, next_use: Any, in
             floor[0] = key[heap[0]]
             evict_smallest(info, fact, key, heap, meta, evicted, r, True)
         if refused:
-            if r >= meta[WARM_UP]:
-                meta[REFUSED] += count - step if meta[PREFIX] else 1
+            meta[REFUSED] += count - step if meta[PREFIX] else 1
             if meta[PREFIX]:
                 break
             continue
@@ -291,19 +349,13 @@ def _bring_in(kind: int, bypass: bool, starts: Any, node: Any, next_use: Any, in
 
 
 @njit(nogil=True)
-def run_priority(kind: int, bypass: bool, starts: Any, node: Any, tokens: Any, next_use: Any, fact: Any, meta: Any,
-                 weights: Any, asked: Any, tally: Any, used_share: Any, evicted: Any) -> None:  # fmt: skip
+def run_priority(kind: int, bypass: bool, starts: Any, node: Any, tokens: Any, info: Any, fact: Any, meta: Any,
+                 tally: Any, used_share: Any, evicted: Any, next_use: Any, weights: Any,
+                 asked: Any) -> None:  # fmt: skip
     """Run all requests of a trace with one policy."""
     nodes = len(fact)
-    info = np.zeros((nodes, 8), np.int32)
-    info[:, MARK] = -1
-    info[:, AT] = -1
     key, heap, floor = np.zeros(nodes), np.empty(nodes + 1, np.int32), np.zeros(1)
-    filled = np.zeros(nodes, np.int32)
-    longest = 1
-    for r in range(len(starts) - 1):
-        longest = max(longest, starts[r + 1] - starts[r])
-    fits = np.empty(longest, np.int64)
+    filled, fits = np.zeros(nodes, np.int32), np.empty(meta[LONGEST], np.int64)
     for r in range(len(starts) - 1):
         meta[FIRST] = starts[r]
         look_up(starts, node, tokens, info, filled, tally, r)
@@ -384,7 +436,11 @@ def _is_evictable(info: Any, x: int, r: int) -> Any:
 
 @njit(nogil=True)
 def _find_sieve_victim(info: Any, links: Any, ends: Any, meta: Any, r: int) -> Any:
-    """Move the hand to the next block without a mark and return it; -1 if there is none."""
+    """Move the hand to the next block without a mark and return it; -1 if there is none.
+
+    The hand walks from old to new, clears the marks of what was used, and stays where it evicted. Nothing moves on a
+    hit; a newcomer joins at the new end without a mark.
+    """
     for _ in range(2 * ends[0, COUNT]):
         x = meta[HAND]
         if x < 0:
@@ -399,7 +455,12 @@ def _find_sieve_victim(info: Any, links: Any, ends: Any, meta: Any, r: int) -> A
 
 @njit(nogil=True)
 def _find_s3fifo_victim(info: Any, fact: Any, links: Any, ends: Any, meta: Any, r: int) -> Any:
-    """Find the block to evict in the small or the main queue; -1 if there is none."""
+    """Find the block to evict in the small or the main queue; -1 if there is none.
+
+    Newcomers pass through the small queue (a tenth); what was used twice there moves to the main one, which gives a
+    block one more round for each use, three at most. What leaves the small queue is remembered, and joins the main one
+    at once if it comes back soon.
+    """
     main_limit = meta[CAPACITY] - max(1, meta[CAPACITY] // 10)
     stuck_small, stuck_main = 0, 0
     while True:
@@ -432,7 +493,11 @@ def _find_s3fifo_victim(info: Any, fact: Any, links: Any, ends: Any, meta: Any, 
 
 @njit(nogil=True)
 def _find_arc_victim(info: Any, links: Any, ends: Any, border: Any, r: int, coming: int) -> Any:
-    """Find the block to evict in the list that is beyond the border; -1 if there is none."""
+    """Find the block to evict in the list that is beyond the border; -1 if there is none.
+
+    One list holds blocks seen once, the other the rest. What left either is remembered, and a miss on it moves the
+    border towards the list that it left (`_move_border`).
+    """
     once = ends[ONCE, TOTAL]
     first_once = once > border[0] or (links[coming, QUEUE] == LEFT_OFTEN and once == border[0])
     for turn in range(2):
@@ -446,16 +511,13 @@ def _find_arc_victim(info: Any, links: Any, ends: Any, border: Any, r: int, comi
 
 
 @njit(nogil=True)
-def _evict_queued(
-    kind: int, info: Any, fact: Any, links: Any, ends: Any, meta: Any, evicted: Any, r: int, x: int
-) -> None:
+def _evict_queued(kind: int, info: Any, fact: Any, links: Any, ends: Any, meta: Any, evicted: Any, x: int) -> None:
     """Evict node ``x`` and remember it where the policy does so."""
     info[x, RESIDENT] = 0
     info[x, LEFT] = 1
     meta[USED] -= fact[x, SIZE]
     meta[EPOCH] = 1  # something has been evicted
-    if r >= meta[WARM_UP]:
-        evicted[fact[x, TYPE]] += 1
+    evicted[fact[x, TYPE]] += 1
     if fact[x, PARENT] >= 0:
         info[fact[x, PARENT], KIDS] -= 1
     q = links[x, QUEUE]
@@ -554,10 +616,9 @@ def _fill_queues(kind: int, starts: Any, node: Any, info: Any, fact: Any, links:
             fitted = victim >= 0
             if not fitted:
                 break
-            _evict_queued(kind, info, fact, links, ends, meta, evicted, r, victim)
+            _evict_queued(kind, info, fact, links, ends, meta, evicted, victim)
         if not fitted:
-            if r >= meta[WARM_UP]:
-                meta[REFUSED] += step + 1 if meta[PREFIX] else 1
+            meta[REFUSED] += step + 1 if meta[PREFIX] else 1
             if meta[PREFIX]:
                 break
             continue
@@ -565,18 +626,13 @@ def _fill_queues(kind: int, starts: Any, node: Any, info: Any, fact: Any, links:
 
 
 @njit(nogil=True)
-def run_queues(kind: int, starts: Any, node: Any, tokens: Any, fact: Any, meta: Any, tally: Any, used_share: Any,
-               evicted: Any) -> None:  # fmt: skip
+def run_queues(kind: int, starts: Any, node: Any, tokens: Any, info: Any, fact: Any, meta: Any, tally: Any,
+               used_share: Any, evicted: Any) -> None:  # fmt: skip
     """Run all requests of a trace with one policy."""
-    info = np.zeros((len(fact), 8), np.int32)
-    info[:, MARK] = -1
     links = np.full((len(fact), 3), -1, np.int32)
     ends, border = np.zeros((4, 4), np.int64), np.zeros(1)
     ends[:, :2] = -1
-    longest = 1
-    for r in range(len(starts) - 1):
-        longest = max(longest, starts[r + 1] - starts[r])
-    fits, filled = np.empty(longest, np.int64), np.zeros(len(fact), np.int32)
+    fits, filled = np.empty(meta[LONGEST], np.int64), np.zeros(len(fact), np.int32)
     for r in range(len(starts) - 1):
         look_up(starts, node, tokens, info, filled, tally, r)
         safe = _touch_queues(kind, starts, node, info, fact, links, ends, r)
@@ -617,7 +673,13 @@ def _end_exploring(seen: Any, fact: Any, budget: Any, x: int) -> None:
 @njit(nogil=True)
 def _file_lhd(starts: Any, node: Any, info: Any, fact: Any, seen: Any, evidence: Any, edges: Any, budget: Any,
               now: int, r: int) -> None:  # fmt: skip
-    """Count the hits of cached blocks by class and age, and give every block its new class."""
+    """Count the hits of cached blocks by class and age, and give every block its new class.
+
+    Least hit density (Beckmann, Chen, Cidon: NSDI 2018). A class is a block's type (the paper's application) and the
+    age at its last hit. The paper samples 64 blocks for an eviction; here the least of all leaves goes. As there, a few
+    newcomers explore: they stay until they are hit or reach the last age, or hits behind the present age of eviction
+    would never be seen. They may take a 64th of the cache, and come from every 32nd block.
+    """
     for i in range(starts[r + 1] - 1, starts[r] - 1, -1):
         x, kind = node[i], 0
         if info[x, RESIDENT]:
@@ -633,7 +695,12 @@ def _file_lhd(starts: Any, node: Any, info: Any, fact: Any, seen: Any, evidence:
 
 @njit(nogil=True)
 def _file_by_workload(starts: Any, node: Any, fact: Any, seen: Any, evidence: Any, now: int, r: int) -> None:
-    """Count returns and gaps by category, and give every block its new category."""
+    """Count returns and gaps by category, and give every block its new category.
+
+    As Alibaba's Bailian evicts (Wang and others: KVCache Cache in the Wild, ATC 2025). A category is a block's type and
+    the turn of the conversation that used it last, which is one more than that of the deepest block known of it. Gaps
+    are taken as exponential, and "soon" is the next cache-ful.
+    """
     turn = np.int64(1)
     for i in range(starts[r], starts[r + 1]):
         if seen[node[i], TURN] == 0:
@@ -696,13 +763,10 @@ def _take_in(starts: Any, node: Any, info: Any, fact: Any, key: Any, heap: Any, 
 
 
 @njit(nogil=True)
-def run_aged(policy: int, starts: Any, node: Any, tokens: Any, fact: Any, meta: Any, edges: Any, table: Any,
-             evidence: Any, tally: Any, used_share: Any, evicted: Any) -> None:  # fmt: skip
+def run_aged(policy: int, starts: Any, node: Any, tokens: Any, info: Any, fact: Any, meta: Any, tally: Any,
+             used_share: Any, evicted: Any, edges: Any, table: Any, evidence: Any) -> None:  # fmt: skip
     """Run all requests of a trace with one of the two policies."""
     nodes = len(fact)
-    info = np.zeros((nodes, 8), np.int32)
-    info[:, MARK] = -1
-    info[:, AT] = -1
     key, heap, filled = np.zeros(nodes), np.empty(nodes + 1, np.int32), np.zeros(nodes, np.int32)
     seen = np.zeros((nodes, 4), np.int64)
     seen[:, KIND] = -1
@@ -758,18 +822,12 @@ def _price_adaptive(rows: Any, index: Any, edges: Any, meta: Any, row_of: Any, x
 
 
 @njit(nogil=True)
-def run_adaptive(starts: Any, node: Any, tokens: Any, types: Any, sessions: Any, fact: Any, meta: Any, rows: Any,
-                 heads: Any, ring: Any, ledger: Any, index: Any, edges: Any, behind: Any, priors: Any, groups: Any,
-                 plan: Any, learnt: Any, tally: Any, used_share: Any, evicted: Any) -> None:  # fmt: skip
+def run_adaptive(starts: Any, node: Any, tokens: Any, info: Any, fact: Any, meta: Any, tally: Any, used_share: Any,
+                 evicted: Any, types: Any, sessions: Any, rows: Any, heads: Any, ring: Any, ledger: Any, index: Any,
+                 edges: Any, behind: Any, priors: Any, groups: Any, plan: Any, learnt: Any) -> None:  # fmt: skip
     """Run all requests of a trace. ``learnt`` is the policy's own ``meta``."""
-    nodes = len(fact)
-    info = np.zeros((nodes, 8), np.int32)
-    info[:, MARK] = -1
-    info[:, AT] = -1
+    nodes, longest = len(fact), meta[LONGEST]
     key, heap, row_of = np.zeros(nodes), np.empty(nodes + 1, np.int32), np.zeros(nodes, np.int64)
-    longest = 1
-    for r in range(len(starts) - 1):
-        longest = max(longest, starts[r + 1] - starts[r])
     path, keys, kinds = np.empty(longest, np.int64), np.empty(longest, np.int64), np.empty(longest, np.int64)
     scored, filled = 0, np.zeros(nodes, np.int32)
     for r in range(len(starts) - 1):

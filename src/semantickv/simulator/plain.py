@@ -1,4 +1,4 @@
-"""The simulator in plain Python: slow and short, the reference that the compiled one is tested against.
+"""The simulator in plain Python, for policies of your own: slow and short, and what the compiled one is tested against.
 
 One request goes through four steps, for every policy:
 
@@ -135,9 +135,10 @@ class Counts:
     hit_tokens: npt.NDArray[np.int32]
     used_share: npt.NDArray[np.float64]
     regret: npt.NDArray[np.int32]
-    evicted: npt.NDArray[np.int64]  # per type, after the warm-up
+    evicted: npt.NDArray[np.int64]  # per type
     refused: int = 0  # blocks that the policy did not keep to the end of the request that brought them
     weights: dict[str, float] = field(default_factory=dict)
+    cached: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))  # per node, at the end
 
     @staticmethod
     def create(requests: int, types: int) -> Counts:
@@ -154,10 +155,7 @@ class Counts:
 class PlainRun:
     """One run of one policy over a forest."""
 
-    def __init__(
-        self, forest: Forest, policy: PlainPolicy, capacity: Capacity, warm_up: int, options: dict[str, Any]
-    ) -> None:
-        self.warm_up = warm_up
+    def __init__(self, forest: Forest, policy: PlainPolicy, capacity: Capacity, options: dict[str, Any]) -> None:
         self.forest, self.policy = forest, policy
         self.sizes = forest.get_sizes(capacity.unit)
         self.cache = Cache(capacity.size)
@@ -175,6 +173,7 @@ class PlainRun:
         for r in range(len(self.forest.trace)):
             self._run_request(r, int(starts[r]), int(starts[r + 1]))
         self.counts.weights = self.policy.report_weights()
+        self.counts.cached = np.isin(np.arange(self.forest.nodes), list(self.cache.blocks))
         return self.counts
 
     def _run_request(self, r: int, first: int, last: int) -> None:
@@ -252,8 +251,7 @@ class PlainRun:
             block = self._make_block(r, first, place, length)
             if not policy.bypass and not self._make_room(block, r):
                 prefix = self.forest.mode == "prefix"
-                if r >= self.warm_up:
-                    self.counts.refused += len(fits) - len(inserted) if prefix else 1
+                self.counts.refused += len(fits) - len(inserted) if prefix else 1
                 if prefix:
                     break
                 continue
@@ -294,8 +292,6 @@ class PlainRun:
         self.cache.remove(block)
         self.policy.on_evict(block)
         self.known_evicted.add(block.node)
-        if r < self.warm_up:
-            return
         if self.came_with[block.node] == r:
             self.counts.refused += 1
         else:

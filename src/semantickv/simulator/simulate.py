@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Any, Literal
 
 import numpy as np
@@ -17,9 +16,7 @@ from semantickv.simulator.capacity import Capacity
 from semantickv.simulator.forest import Forest, Mode, build_forest
 from semantickv.simulator.plain import Counts, PlainRun
 from semantickv.simulator.policies import (
-    LHD_CLASSES,
     TAIL_TOKENS,
-    TURNS,
     TYPE_WEIGHTS,
     Policy,
     build_edges,
@@ -29,12 +26,12 @@ from semantickv.simulator.policies import (
     number_sessions,
 )
 from semantickv.traces.trace import Trace
-from semblend.errors import InputError
+from semblend.eviction.plan import AdaptivePlan
 
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """The result of one simulated run. Rates are shares between 0 and 1, over the requests after the warm-up."""
+    """The result of one simulated run. Rates are shares between 0 and 1."""
 
     policy: str
     mode: Mode
@@ -53,6 +50,7 @@ class SimulationResult:
     weights: Mapping[str, float] = field(default_factory=dict)
     hit_tokens_by_request: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32), repr=False)
     hit_blocks_by_request: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32), repr=False)
+    cached_nodes: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_), repr=False)  # at the end
     simulated: Literal[True] = True
 
     @property
@@ -80,8 +78,6 @@ def simulate(
     *,
     mode: Mode = "prefix",
     seed: int = 0,
-    warm_up: int = 0,
-    engine: Literal["auto", "compiled", "plain"] = "auto",
     share_tenants: bool = False,
     **policy_options: Any,
 ) -> SimulationResult:
@@ -94,12 +90,13 @@ def simulate(
     """
     forest = trace if isinstance(trace, Forest) else build_forest(trace, mode, share_tenants=share_tenants)
     chosen = find_policy(policy)
-    if warm_up < 0:
-        raise InputError("warm_up counts requests and can't be negative")
     options = {**build_default_options(capacity), **policy_options, "seed": seed}
-    warm_up = min(warm_up, len(forest.trace))
-    counts = _run(forest, chosen, capacity, engine, warm_up, options)
-    return _build_result(forest, chosen, capacity, counts, warm_up)
+    counts = (
+        run_compiled(forest, chosen, capacity, options)
+        if chosen.plain is None
+        else PlainRun(forest, chosen.plain(), capacity, options).run()
+    )
+    return _build_result(forest, chosen, capacity, counts)
 
 
 def build_default_options(capacity: Capacity) -> dict[str, Any]:
@@ -112,45 +109,33 @@ def build_default_options(capacity: Capacity) -> dict[str, Any]:
     }
 
 
-def _run(
-    forest: Forest, chosen: Policy, capacity: Capacity, engine: str, warm_up: int, options: dict[str, Any]
-) -> Counts:
-    """Run the policy, compiled if possible, and return its counts."""
-    compiled = chosen.kernel is not None and engine != "plain" and find_spec("numba") is not None
-    if engine == "compiled" and not compiled:
-        raise InputError(f"policy {chosen.name!r} has no compiled twin here", hint="use engine='auto'")
-    if compiled:
-        return run_compiled(forest, chosen, capacity, warm_up, options)
-    return PlainRun(forest, chosen.plain(), capacity, warm_up, options).run()
-
-
-def _build_result(forest: Forest, chosen: Policy, capacity: Capacity, counts: Counts, warm_up: int) -> SimulationResult:
-    """Sum the counts after the warm-up into a result."""
+def _build_result(forest: Forest, chosen: Policy, capacity: Capacity, counts: Counts) -> SimulationResult:
+    """Sum the counts into a result."""
     trace = forest.trace
     by_type = counts.evicted
-    counted = len(trace) - warm_up
     return SimulationResult(
         policy=chosen.name,
         mode=forest.mode,
         capacity=capacity,
-        requests=counted,
-        block_accesses=int(len(trace.ids) - trace.starts[warm_up]),
-        block_hits=int(counts.hit_blocks[warm_up:].sum(dtype=np.int64)),
-        token_accesses=int(trace.request_tokens[warm_up:].sum()),
-        token_hits=int(counts.hit_tokens[warm_up:].sum(dtype=np.int64)),
-        requests_with_a_hit=int(np.count_nonzero(counts.hit_blocks[warm_up:])),
+        requests=len(trace),
+        block_accesses=trace.block_accesses,
+        block_hits=int(counts.hit_blocks.sum(dtype=np.int64)),
+        token_accesses=int(trace.request_tokens.sum()),
+        token_hits=int(counts.hit_tokens.sum(dtype=np.int64)),
+        requests_with_a_hit=int(np.count_nonzero(counts.hit_blocks)),
         evictions=int(by_type.sum()),
         refusals=int(counts.refused),
         evictions_by_type={name: int(n) for name, n in zip(trace.type_names, by_type, strict=True) if n},
-        utilization=float(counts.used_share[warm_up:].mean()) if counted else 0.0,
-        regret=int(counts.regret[warm_up:].sum(dtype=np.int64)),
+        utilization=float(counts.used_share.mean()) if len(trace) else 0.0,
+        regret=int(counts.regret.sum(dtype=np.int64)),
         weights=counts.weights,
         hit_tokens_by_request=counts.hit_tokens,
         hit_blocks_by_request=counts.hit_blocks,
+        cached_nodes=counts.cached,
     )
 
 
-def run_compiled(forest: Forest, policy: Policy, capacity: Capacity, warm_up: int, options: dict[str, Any]) -> Counts:
+def run_compiled(forest: Forest, policy: Policy, capacity: Capacity, options: dict[str, Any]) -> Counts:
     """Run the compiled version of a policy over a forest and return its counts."""
     from semantickv.simulator import kernels
 
@@ -161,67 +146,53 @@ def run_compiled(forest: Forest, policy: Policy, capacity: Capacity, warm_up: in
         (forest.parent, forest.get_sizes(capacity.unit), forest.tokens, forest.types.astype(np.int32))
     )
     meta = np.zeros(16, np.int64)
-    meta[kernels.CAPACITY], meta[kernels.WARM_UP] = capacity.size, warm_up
+    meta[kernels.CAPACITY] = capacity.size
     meta[kernels.PREFIX], meta[kernels.HAND] = forest.mode == "prefix", -1
     meta[kernels.WINDOW] = int(options["window"])
-    tape = (trace.starts, forest.node, trace.tokens)
-    family, _, kind = (policy.kernel or "").partition(":")
+    meta[kernels.LONGEST] = int(np.diff(trace.starts).max(initial=1))
+    info = np.zeros((forest.nodes, 8), np.int32)
+    info[:, [kernels.MARK, kernels.AT]] = -1
+    run = trace.starts, forest.node, trace.tokens, info, fact, meta, tally, counts.used_share, counts.evicted
+    family, _, kind = policy.kernel.partition(":")
     if family == "priority":
         few = forest.nodes if kind in ("TINY", "LFU_ALL", "LRU2", "TLRU") else 0
         weights = np.array([*(options["type_weights"].get(name, 1.0) for name in trace.type_names), 0.0])
         next_use = forest.next_use if policy.offline else np.zeros(0, np.int32)
         if kind == "TLRU":
             next_use, weights[-1] = count_tokens_to_end(forest), float(options["tail_tokens"])
-        chosen = getattr(kernels, kind), policy.bypass
         asked = np.zeros((few, 2), np.int64)
-        kernels.run_priority(
-            *chosen, *tape, next_use, fact, meta, weights, asked, tally, counts.used_share, counts.evicted
-        )
+        kernels.run_priority(getattr(kernels, kind), policy.bypass, *run, next_use, weights, asked)
         if kind == "STATIC":
             counts.weights = dict(options["type_weights"])
     elif family == "queues":
-        kernels.run_queues(getattr(kernels, kind), *tape, fact, meta, tally, counts.used_share, counts.evicted)
+        kernels.run_queues(getattr(kernels, kind), *run)
     elif family == "aged":
-        _run_aged(kind, forest, capacity, fact, meta, tally, counts)
+        edges = np.array(build_edges(capacity.size))
+        classes = len(trace.type_names) * (kernels.LHD_CLASSES if kind == "LHD" else kernels.TURNS)
+        table = np.tile(1.0 / (1.0 + edges[:-1]), (classes, 1))
+        kernels.run_aged(getattr(kernels, kind), *run, edges, table, np.zeros((*table.shape, 2)))
     else:
-        _run_adaptive(forest, capacity, fact, meta, tally, counts, options)
+        counts.weights = _run_adaptive(forest, build_plan(capacity.size, forest, options), run)
     counts.refused = int(meta[kernels.REFUSED])
     counts.hit_blocks, counts.hit_tokens, counts.regret = tally[:, 0], tally[:, 1], tally[:, 2]
+    counts.cached = info[:, kernels.RESIDENT] > 0
     return counts
 
 
-def _run_aged(kind: str, forest: Forest, capacity: Capacity, fact: Any, meta: Any, tally: Any, counts: Counts) -> None:
-    """Run the compiled `lhd` or `workload_aware` and fill ``counts`` and ``tally``."""
-    from semantickv.simulator import kernels
-
-    trace = forest.trace
-    edges = np.array(build_edges(capacity.size))
-    classes = len(trace.type_names) * (LHD_CLASSES if kind == "LHD" else TURNS)
-    table = np.tile(1.0 / (1.0 + edges[:-1]), (classes, 1))
-    evidence = np.zeros((*table.shape, 2))
-    tape = trace.starts, forest.node, trace.tokens, fact, meta
-    kernels.run_aged(getattr(kernels, kind), *tape, edges, table, evidence, tally, counts.used_share, counts.evicted)
-
-
-def _run_adaptive(
-    forest: Forest, capacity: Capacity, fact: Any, meta: Any, tally: Any, counts: Counts, options: dict[str, Any]
-) -> None:
-    """Run the compiled `adaptive_semantic` and fill ``counts`` and ``tally``."""
+def _run_adaptive(forest: Forest, plan: AdaptivePlan, run: tuple[Any, ...]) -> dict[str, float]:
+    """Run the compiled `adaptive_semantic` and return what it has learned of each type."""
     from semantickv.simulator import kernels
     from semblend.eviction.adaptive import AdaptiveState
 
     trace = forest.trace
-    plan = build_plan(capacity.size, forest, options)
     present = np.union1d(forest.types, [0]).astype(np.int64)  # types that never occur would cost time at each lesson
     types = np.searchsorted(present, forest.types)
     longest = int(np.diff(trace.starts).max(initial=1))
     state = AdaptiveState(plan, types=len(present), chained=forest.mode == "prefix", longest=longest)
-    tape = trace.starts, forest.node, trace.tokens, types, number_sessions(forest)
     arrays = (
         *(state.rows, state.heads, state.ring, state.ledger, state.index, state.edges),
         *(state.behind, state.priors, state.groups, state.numbers, state.meta),
     )
-    kernels.run_adaptive(*tape, fact, meta, *arrays, tally, counts.used_share, counts.evicted)
-    learned = plan.compute_returns(state.ledger, len(present))
-    found = zip(present, learned, strict=True)
-    counts.weights = {trace.type_names[kind]: value for kind, value in found if not np.isnan(value)}
+    kernels.run_adaptive(*run, types, number_sessions(forest), *arrays)
+    found = zip(present, plan.compute_returns(state.ledger, len(present)), strict=True)
+    return {trace.type_names[kind]: value for kind, value in found if not np.isnan(value)}

@@ -72,6 +72,22 @@ class TraceRequest:
     def tokens(self) -> int:
         return sum(self.block_tokens)
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the request as a line of a trace in our own format."""
+        blocks = zip(self.block_ids, self.block_tokens, self.block_types, strict=True)
+        line: dict[str, Any] = {
+            "request_id": self.request_id,
+            "timestamp_ms": round(self.arrival_s * 1000, 3),
+            "session_id": self.session,
+            "tenant_id": self.tenant,
+            "output_tokens": self.output_tokens,
+            "blocks": [
+                {"content_hash": number, "semantic_type": kind, "token_count": tokens}
+                for number, tokens, kind in blocks
+            ],
+        }
+        return line if self.ttft_ms is None else line | {"observed_ttft_ms": self.ttft_ms}
+
 
 def cut_into_blocks(token_ids: Sequence[int], block_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Cut token ids into blocks; return the id of each block, a hash of its tokens, and its length.

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from semantickv.engine_state.blocks import MOST_BLOCKS
 from semantickv.engine_state.events import (
+    MOST_BLOCKS,
     AllBlocksCleared,
     BadEventsError,
     BlockHash,
@@ -213,17 +213,11 @@ class EventCollector:
             self._writer.put(self._writer.take_ticket(), self._describe(request))
 
     def _describe(self, request: TraceRequest) -> dict[str, Any]:
-        blocks = zip(request.block_ids, request.block_tokens, strict=True)
-        return {
-            "request_id": request.request_id,
-            "timestamp_ms": round(request.arrival_s * 1000, 3),
-            "blocks": [
-                {"content_hash": self._hash(f"{content}"), "semantic_type": "other", "token_count": tokens}
-                for content, tokens in blocks
-            ],
-            "tenant_id": "default" if request.tenant == "default" else self._hash(request.tenant),
-            "metadata": {"source": "kv_events"},
-        }
+        line = request.as_json()
+        for block in line["blocks"]:
+            block["content_hash"] = self._hash(f"{block['content_hash']}")
+        tenant = request.tenant if request.tenant == "default" else self._hash(request.tenant)
+        return line | {"tenant_id": tenant, "metadata": {"source": "kv_events"}}
 
     def _hash(self, text: str) -> str:
         return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8, key=self._key).hexdigest()

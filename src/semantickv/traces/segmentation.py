@@ -15,7 +15,7 @@ import hashlib
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from semblend.errors import InputError
 from semblend.text.tokenization import StableTokenizer
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
-_FIELDS = {"name", "type", "roles", "labels", "pattern", "min_hits", "min_words"}
 _HINT = "a rule has name, type and at least one of roles, labels, pattern, min_words"
 MAX_SEEN_CHARS = 20_000  # characters of a block that patterns look at: a rule must not cost more than the text
 
@@ -171,31 +170,23 @@ def load_rules(path: str | Path) -> tuple[Rule, ...]:
 
 def _parse_rule(where: str, table: Any) -> Rule:
     """Check one ``[[rule]]`` table and build the rule; an error names file, rule and field."""
-    if not isinstance(table, Mapping) or not {"type"} <= set(table) <= _FIELDS:
-        unknown = sorted(set(table) - _FIELDS) if isinstance(table, Mapping) else []
+    known = {one.name for one in fields(Rule)}
+    if not isinstance(table, Mapping) or not {"type"} <= set(table) <= known:
+        unknown = sorted(set(table) - known) if isinstance(table, Mapping) else []
         what = f"unknown field {unknown[0]}" if unknown else "no type"
-        raise InputError(f"{where}: {what}", hint=f"{_HINT}; fields: {', '.join(sorted(_FIELDS))}")
-    for name in ("name", "type", "pattern"):
-        if not isinstance(table.get(name, ""), str):
-            raise InputError(f"{where}, field {name}: not a string", hint=_HINT)
-    for name in ("min_hits", "min_words"):
-        if not isinstance(table.get(name, 1), int) or table.get(name, 1) < 0:
-            raise InputError(f"{where}, field {name}: not a whole number from 0 on", hint=_HINT)
-    lists = {}
-    for name in ("roles", "labels"):
-        value = table.get(name, [])
-        if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
-            raise InputError(f"{where}, field {name}: not a list of strings", hint=_HINT)
-        lists[name] = tuple(word.lower().rstrip(":") for word in value)
-    return Rule(
-        name=table.get("name", where),
-        type=table["type"],
-        roles=lists["roles"],
-        labels=lists["labels"],
-        pattern=table.get("pattern", ""),
-        min_hits=table.get("min_hits", 1),
-        min_words=table.get("min_words", 0),
-    )
+        raise InputError(f"{where}: {what}", hint=f"{_HINT}; fields: {', '.join(sorted(known))}")
+    for name, value in table.items():
+        if name in ("name", "type", "pattern"):
+            holds, what = isinstance(value, str), "not a string"
+        elif name in ("roles", "labels"):
+            holds = isinstance(value, list) and all(isinstance(word, str) for word in value)
+            what = "not a list of strings"
+        else:
+            holds, what = isinstance(value, int) and value >= 0, "not a whole number from 0 on"
+        if not holds:
+            raise InputError(f"{where}, field {name}: {what}", hint=_HINT)
+    words = {name: tuple(word.lower().rstrip(":") for word in table.get(name, ())) for name in ("roles", "labels")}
+    return Rule(**{"name": where, **table, **words})
 
 
 MIN_BLOCK_TOKENS = 16

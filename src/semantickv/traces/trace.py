@@ -160,20 +160,22 @@ class Trace:
         def pick(names: tuple[str, ...]) -> tuple[str, ...]:
             return names[requests] if isinstance(requests, slice) else tuple(names[r] for r in requests if names)
 
+        by_request = ("arrival_s", "tenant", "output_tokens", "ttft_ms", "computed_tokens")
         return replace(
             self,
-            ids=self.ids[accesses],
-            tokens=self.tokens[accesses],
-            types=self.types[accesses],
             starts=starts,
-            arrival_s=self.arrival_s[requests],
-            tenant=self.tenant[requests],
-            output_tokens=self.output_tokens[requests],
-            ttft_ms=self.ttft_ms[requests],
-            computed_tokens=self.computed_tokens[requests],
             request_ids=pick(self.request_ids),
             sessions=pick(self.sessions),
+            **{name: getattr(self, name)[accesses] for name in ("ids", "tokens", "types")},
+            **{name: getattr(self, name)[requests] for name in by_request},
         )
+
+
+_COLUMNS: Final = {
+    "ids": "q", "tokens": "i", "types": "h", "starts": "q", "arrival_s": "d", "tenant": "i", "output_tokens": "i",
+    "ttft_ms": "d", "computed_tokens": "d",
+}  # fmt: skip
+"""The arrays of a trace, by the type codes of `array`."""
 
 
 class TraceBuilder:
@@ -181,58 +183,47 @@ class TraceBuilder:
 
     def __init__(self, name: str, format: str, *, chained: bool = False, sort: bool = False) -> None:
         self.name, self.format, self.chained, self.sort = name, format, chained, sort
-        self._ids, self._tokens, self._types = array("q"), array("i"), array("h")
-        self._starts, self._arrival, self._tenant = array("q", [0]), array("d"), array("i")
-        self._output, self._ttft, self._computed = array("i"), array("d"), array("d")
+        self._columns: dict[str, Any] = {name: array(code) for name, code in _COLUMNS.items()}
+        self._columns["starts"].append(0)
         self._type_numbers = {kind: number for number, kind in enumerate(BLOCK_TYPES)}
         self._tenant_numbers: dict[str, int] = {}
         self._names: list[str] = []
         self._sessions: list[str] = []
 
     def __len__(self) -> int:
-        return len(self._arrival)
-
-    @property
-    def last_arrival_s(self) -> float:
-        return self._arrival[-1] if self._arrival else 0.0
+        return len(self._names)
 
     def add(self, request: TraceRequest) -> None:
         """Add a request; raise InputError if it arrives before the one ahead of it, unless ``sort``."""
-        if not self.sort and request.arrival_s < self.last_arrival_s:
+        columns, numbers = self._columns, self._type_numbers
+        last_s = columns["arrival_s"][-1] if self._names else 0.0
+        if not self.sort and request.arrival_s < last_s:
             raise InputError(
                 f"request {request.request_id!r} arrives at {request.arrival_s:g} s, before the one ahead of it "
-                f"({self.last_arrival_s:g} s)",
+                f"({last_s:g} s)",
                 hint="sort the requests by arrival, or read with sort=True",
             )
-        numbers = self._type_numbers
-        self._ids.extend(request.block_ids)
-        self._tokens.extend(request.block_tokens)
-        self._types.extend([numbers.setdefault(kind, len(numbers)) for kind in request.block_types])
-        self._starts.append(len(self._ids))
-        self._arrival.append(request.arrival_s)
-        self._tenant.append(self._tenant_numbers.setdefault(request.tenant, len(self._tenant_numbers)))
-        self._output.append(request.output_tokens)
-        self._ttft.append(np.nan if request.ttft_ms is None else request.ttft_ms)
-        self._computed.append(np.nan if request.computed_tokens is None else request.computed_tokens)
+        columns["ids"].extend(request.block_ids)
+        columns["tokens"].extend(request.block_tokens)
+        columns["types"].extend([numbers.setdefault(kind, len(numbers)) for kind in request.block_types])
+        columns["starts"].append(len(columns["ids"]))
+        columns["arrival_s"].append(request.arrival_s)
+        columns["tenant"].append(self._tenant_numbers.setdefault(request.tenant, len(self._tenant_numbers)))
+        columns["output_tokens"].append(request.output_tokens)
+        columns["ttft_ms"].append(np.nan if request.ttft_ms is None else request.ttft_ms)
+        columns["computed_tokens"].append(np.nan if request.computed_tokens is None else request.computed_tokens)
         self._names.append(request.request_id)
         self._sessions.append(request.session)
 
     def build(self) -> Trace:
         """Build the trace of all requests added so far."""
+        arrays: dict[str, Any] = {name: np.array(column) for name, column in self._columns.items()}
         trace = Trace(
-            np.array(self._ids, dtype=np.int64),
-            np.array(self._tokens, dtype=np.int32),
-            np.array(self._types, dtype=np.int16),
-            np.array(self._starts, dtype=np.int64),
-            np.array(self._arrival, dtype=np.float64),
-            np.array(self._tenant, dtype=np.int32),
-            np.array(self._output, dtype=np.int32),
-            np.array(self._ttft, dtype=np.float64),
-            np.array(self._computed, dtype=np.float64),
-            tuple(self._type_numbers),
-            tuple(self._tenant_numbers) or ("default",),
-            self.name,
-            self.format,
+            **arrays,
+            type_names=tuple(self._type_numbers),
+            tenant_names=tuple(self._tenant_numbers) or ("default",),
+            name=self.name,
+            format=self.format,
             chained=self.chained,
             request_ids=tuple(self._names),
             sessions=tuple(self._sessions),

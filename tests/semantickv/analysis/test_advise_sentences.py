@@ -203,7 +203,7 @@ def test_every_sentence_is_what_brute_force_counts(made: Advice, requests: list[
     trace = Trace.from_requests(requests)
 
     def simulate_plainly(policy: str, mode: str = "prefix") -> float:
-        done = simulate(trace, policy, Capacity.tokens(size), mode=mode, engine="plain")  # type: ignore[arg-type]
+        done = simulate(trace, policy, Capacity.tokens(size), mode=mode)  # type: ignore[arg-type]
         return done.token_hits / all_of.tokens
 
     assert simulate_plainly("fifo") <= rate + 0.005  # so LRU is advised

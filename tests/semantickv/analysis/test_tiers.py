@@ -121,7 +121,7 @@ def test_hits_waits_and_times_are_those_of_the_plain_twin(
 def test_a_device_alone_whose_requests_never_meet_is_the_simulators_lru(chains: list[list[int]], room: int) -> None:
     forest = make_forest([(at * 1000.0, ids, 0) for at, ids in enumerate(chains)])
     found = replay_tiers(forest, [Tier("device", room * 10)], SPEED)
-    lru = simulate(forest, "lru", Capacity.tokens(room * 10), engine="plain")
+    lru = simulate(forest, "lru", Capacity.tokens(room * 10))
     assert found.hit_tokens[:, 0].tolist() == lru.hit_tokens_by_request.tolist()
 
 

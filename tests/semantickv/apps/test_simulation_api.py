@@ -106,7 +106,7 @@ def test_the_live_simulation_equals_the_batch_simulator_and_is_bounded():
         requests.append(
             TraceRequest(str(at), at, tuple(kinds), tuple(block.tokens for block in blocks), ("other",) * 3)
         )
-        batch = simulate(Trace.from_requests(requests), "lru", Capacity.tokens(300), engine="plain")
+        batch = simulate(Trace.from_requests(requests), "lru", Capacity.tokens(300))
         assert found.hit_tokens == batch.hit_tokens_by_request[-1]
     short = LiveSimulation("lru", 300, most=3)
     kept = [short.add([TextBlock("user", "", 5, 7)], request_id="x").replayed_requests for _ in range(5)]

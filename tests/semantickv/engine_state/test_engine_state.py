@@ -16,16 +16,17 @@ from msgspec.msgpack import encode
 
 from semantickv.apps.build import build_router
 from semantickv.edge.upstream_call import EngineAddress, Upstream
-from semantickv.engine_state.blocks import EngineBlocks, list_marks, start_chain
 from semantickv.engine_state.events import (
     AllBlocksCleared,
     BadEventsError,
     BlockRemoved,
     BlockStored,
+    EngineBlocks,
+    list_marks,
     read_batch,
+    start_chain,
 )
-from semantickv.engine_state.feed import EngineFeeds, ReplicaFeed, ServedPrompt
-from semantickv.engine_state.held_prompts import HeldPrompts
+from semantickv.engine_state.feed import EngineFeeds, HeldPrompts, ReplicaFeed, ServedPrompt
 from semantickv.engine_state.subscriber import EventSource
 from semantickv.routing.fingerprint import PromptPieces
 from semantickv.routing.locality import ReplicaMemory

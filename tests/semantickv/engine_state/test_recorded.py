@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from semantickv.edge.upstream_call import EngineAddress, Upstream
-from semantickv.engine_state.blocks import list_marks, start_chain
-from semantickv.engine_state.events import read_batch
+from semantickv.engine_state.events import list_marks, read_batch, start_chain
 from semantickv.engine_state.feed import ReplicaFeed
 from semantickv.engine_state.subscriber import EventSource
 from semantickv.routing.fingerprint import cut_prompt

@@ -1,4 +1,4 @@
-"""Fleets of many replicas: by columns everything is decided as it is one by one."""
+"""By columns everything is decided as it is one by one, for few replicas and for many."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semantickv.edge.upstream_call import EngineAddress, Upstream
-from semantickv.routing import router as routing
 from semantickv.routing.fingerprint import PromptPieces
-from semantickv.routing.holders import HolderIndex
-from semantickv.routing.locality import Overlap, ReplicaMemory
-from semantickv.routing.policies import POLICIES
+from semantickv.routing.locality import HolderIndex, Overlap, ReplicaMemory
+from semantickv.routing.policies import ANSWER_TOKENS, MOST_SHOWN, POLICIES, RECENT_TOKENS, Standing, hash_id, is_new
 from semantickv.routing.replica import Health, Replica
 from semantickv.routing.router import EngineReuse, RouteDecision, Router, RouteRequest
-from semantickv.routing.standings import MOST_SHOWN
 
 keys = st.integers(1, 40)
 prompts = st.lists(keys, min_size=1, max_size=12).map(
@@ -81,39 +78,64 @@ def make_prompt(chance: random.Random) -> PromptPieces:
     return PromptPieces(tuple(values), tuple(chains), (64,) * len(values), (1.0,) * len(values))
 
 
+def describe_plainly(router: Router, replicas: list[Replica], request: RouteRequest) -> list[Standing]:
+    """What the columns hold, replica by replica."""
+    pieces, overlaps = request.pieces, [router._match(replica, request) for replica in replicas]
+    most = max(max(overlap.prefix_tokens, overlap.any_tokens) for overlap in overlaps)
+    least = min(replica.recent_requests for replica in replicas)
+    recent_tokens = RECENT_TOKENS if is_new(most, pieces) else 0
+    head = pieces.chains[min(3, len(pieces.chains) - 1)]
+    return [
+        Standing(
+            running=replica.all_running,
+            last_turn=replica.last_turn,
+            waiting_tokens=replica.waiting_tokens
+            + replica.waiting_elsewhere
+            + ANSWER_TOKENS * replica.all_running
+            + round(recent_tokens * (replica.recent_requests - least)),
+            prompt_tokens=pieces.total_tokens,
+            prefix_tokens=overlap.prefix_tokens,
+            any_tokens=overlap.any_tokens,
+            hash_rank=rank_plainly(head, hash_id(replica.id)) if router.policy == "prefix_hash" else 0,
+            slowness=replica.slowness,
+        )
+        for replica, overlap in zip(replicas, overlaps, strict=True)
+    ]
+
+
+def rank_plainly(head: int, id_hash: int) -> int:
+    mask, value = (1 << 64) - 1, head ^ id_hash
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & mask
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & mask
+    return value ^ value >> 31
+
+
+@pytest.mark.parametrize("count", [5, 40])
 @pytest.mark.parametrize("reuse", list(EngineReuse))
 @pytest.mark.parametrize("policy", POLICIES)
-def test_by_columns_and_one_by_one_the_same_replica_is_chosen(policy, reuse, monkeypatch):
-    columns = make_router(policy, reuse)
-    monkeypatch.setattr(routing, "MANY_REPLICAS", 1000)
-    plain = make_router(policy, reuse)
-    assert columns._index is not None
-    assert plain._index is None
+def test_by_columns_and_one_by_one_the_same_replica_is_chosen(policy, reuse, count):
+    router = make_router(policy, reuse, count)
     chance, running = random.Random(7), []
     for step in range(400):
-        request = RouteRequest(pieces=make_prompt(chance))
-        monkeypatch.setattr(routing, "MANY_REPLICAS", 24)
-        one = columns.choose(request, columns.replicas[:2] if step % 9 == 0 else ())
-        monkeypatch.setattr(routing, "MANY_REPLICAS", 1000)
-        two = plain.choose(request, plain.replicas[:2] if step % 9 == 0 else ())
-        assert isinstance(one, RouteDecision)
-        assert isinstance(two, RouteDecision)
-        assert (one.replica.id, one.overlap, one.new_tokens) == (two.replica.id, two.overlap, two.new_tokens)
-        assert one.standings[0] == two.standings[two.candidates.index(two.replica)]
-        assert len(one.standings) == len(one.candidates) <= MOST_SHOWN + 1
-        for router, decision in ((columns, one), (plain, two)):
-            router.start(decision, request)
-            router.remember(decision, request)
-        running.append((one, two))
+        request, tried = RouteRequest(pieces=make_prompt(chance)), router.replicas[:1] if step % 9 == 0 else ()
+        decision = router.choose(request, tried)
+        assert isinstance(decision, RouteDecision)
+        if decision.standings:
+            able = [one for one in router.replicas if one.can_serve and one not in tried]
+            limit = router._guard.compute_limit([one.all_running for one in able])
+            free = [one for one in able if one.all_running < limit] or able
+            plain = describe_plainly(router, free, request)
+            best = max(range(len(free)), key=lambda at: POLICIES[policy](plain[at]))
+            assert decision.replica is free[best]
+            assert decision.standings[0] == plain[best]
+            assert len(decision.standings) == len(decision.candidates) <= MOST_SHOWN + 1
+        router.start(decision, request)
+        router.remember(decision, request)
+        running.append(decision)
         if len(running) > 30:
-            for router, decision in zip((columns, plain), running.pop(chance.randrange(20)), strict=True):
-                router.end(decision, had_first_byte=False)
-                decision.replica.note_end(None)
+            done = running.pop(chance.randrange(20))
+            router.end(done, had_first_byte=False)
+            done.replica.note_end(None)
         if step % 50 == 49:
-            for router in (columns, plain):
-                changed = router.replicas[step % 40]
-                changed.health = Health.UP if changed.health is Health.DOWN else Health.DOWN
-
-
-def test_few_replicas_keep_no_index():
-    assert make_router("semantic_locality", EngineReuse.SPANS, 4)._index is None
+            changed = router.replicas[count // 2 + step % (count // 2)]
+            changed.health = Health.UP if changed.health is Health.DOWN else Health.DOWN

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from redis_server import RedisServer
 
 from semantickv.routing.worker_evidence import WorkerEvidence
-from semantickv.shared_state.evidence_sync import SharedEvidence, read_worker, write_worker
 from semantickv.shared_state.messages import Failing, Hello, Known, Load, Placed, read_messages, write_messages
 from semantickv.shared_state.redis_link import RedisLink
+from semantickv.shared_state.sync import SharedEvidence, read_worker, write_worker
 from semblend.integration.dynamo.placement import PlacementReason, WorkerKey, WorkerState
 from semblend.prompt import Namespace
 
@@ -26,7 +26,7 @@ def write_tokens(seed: int, count: int = 2000) -> list[int]:
 
 
 def make_router(secret: str = "s", **clock) -> SharedEvidence:
-    return SharedEvidence(WorkerEvidence(100_000, secret=secret), **clock)
+    return SharedEvidence(100_000, secret=secret, **clock)
 
 
 def place(router: SharedEvidence, tokens: list[int], worker: WorkerKey) -> None:
@@ -86,16 +86,16 @@ def test_routers_with_another_secret_have_nothing_in_common():
 def test_a_worker_that_dynamo_does_not_list_is_forgotten_whoever_told_of_it():
     router = make_router()
     router.take("x", [Placed("99.0", [1], [2], [500])])
-    assert WorkerKey(99) in router.evidence.tracked_tokens
+    assert WorkerKey(99) in router.tracked_tokens
     router.note_workers([A, B])
-    assert WorkerKey(99) not in router.evidence.tracked_tokens
+    assert WorkerKey(99) not in router.tracked_tokens
 
 
 def test_news_of_other_routers_is_counted_and_left_out():
     router = make_router()
     router.take("x", [Placed("0c1f", [1], [2], [500]), Load("7587890112233.0", 3, 9), Failing("7587890112233.0")])
     assert router.describe()["unknown_workers"] == 3
-    assert router.evidence.tracked_tokens == {}
+    assert router.tracked_tokens == {}
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**31))

@@ -30,8 +30,7 @@ from semantickv.shared_state.messages import (
     read_messages,
     write_messages,
 )
-from semantickv.shared_state.outbox import MOST_OUTGOING, SNAPSHOT_PAUSE_S
-from semantickv.shared_state.router_sync import LOAD_LIFE_S, RouterSync
+from semantickv.shared_state.sync import LOAD_LIFE_S, MOST_OUTGOING, SNAPSHOT_PAUSE_S, RouterSync
 from semblend.errors import ConfigError
 from tests.fakes.scripted_engine import ScriptedEngine, answer_json, hang
 
@@ -171,7 +170,7 @@ def test_a_router_that_comes_later_is_told_the_orders_too(tmp_path):
             async with routers(redis.url, count=1) as ((first,), engines):
                 await wait_connected(first)
                 home, _ = await send_passages(first, "abcd")
-                first.link.sync._outbox.forget_pause()
+                first.link.sync._snapshot_at = float("-inf")
                 urls = tuple(one.url for one in engines)
                 late = build_router(EdgeSettings(replicas=urls, trace=False, redis_url=redis.url, hash_key=KEY))
                 link = asyncio.ensure_future(late.link.run())
@@ -427,7 +426,7 @@ def test_without_redis_what_waits_to_be_told_is_bounded():
     async def test():
         async with routers("redis://127.0.0.1:1/0", count=1) as ((app,), _):
             for number in range(MOST_OUTGOING + 50):
-                app.link.sync._outbox.put(Failing(str(number)))
+                app.link.sync._put(Failing(str(number)))
             assert app.link.describe()["waiting"] == MOST_OUTGOING
             assert app.link.describe()["dropped"] >= 50
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_policies import PLAIN
 
 from semantickv.simulator.capacity import Capacity
-from semantickv.simulator.plain import Block, PlainPolicy
-from semantickv.simulator.policies import POLICIES, Policy, find_policy
+from semantickv.simulator.plain import Block
+from semantickv.simulator.policies import POLICIES, find_policy
 from semantickv.simulator.simulate import SimulationResult, build_forest, simulate
 from semantickv.traces.trace import Trace, TraceRequest
-from semblend.errors import InputError
 
 TYPES = ("system", "user", "code", "other")
 
@@ -37,6 +37,7 @@ def same(a: SimulationResult, b: SimulationResult) -> None:
     for field in ("block_hits", "token_hits", "evictions", "evictions_by_type", "regret", "requests_with_a_hit"):
         assert getattr(a, field) == getattr(b, field), field
     assert a.utilization == pytest.approx(b.utilization)
+    assert np.array_equal(a.cached_nodes, b.cached_nodes)
 
 
 @pytest.mark.parametrize("mode", ["prefix", "block"])
@@ -46,7 +47,7 @@ def same(a: SimulationResult, b: SimulationResult) -> None:
 def test_the_compiled_policy_equals_its_plain_twin(name, mode, trace, size, tokens):
     capacity = Capacity.tokens(size * 12) if tokens else Capacity.blocks(size)
     forest = build_forest(trace, mode)
-    same(simulate(forest, name, capacity, engine="compiled"), simulate(forest, name, capacity, engine="plain"))
+    same(simulate(forest, name, capacity), simulate(forest, PLAIN[name], capacity))
 
 
 @given(trace=traces(), size=st.integers(0, 24), tokens=st.booleans(), mode=st.sampled_from(["prefix", "block"]))
@@ -55,8 +56,8 @@ def test_adaptive_learns_the_same_in_both_twins_when_lessons_come_often(trace, s
     capacity = Capacity.tokens(size * 12) if tokens else Capacity.blocks(size)
     forest = build_forest(trace, mode)
     fast, slow = (
-        simulate(forest, "adaptive_semantic", capacity, engine=engine, share=0.01)  # a lesson every twelve blocks
-        for engine in ("compiled", "plain")
+        simulate(forest, of["adaptive_semantic"], capacity, share=0.01)  # a lesson every twelve blocks
+        for of in (POLICIES, PLAIN)
     )
     same(fast, slow)
     assert fast.weights == pytest.approx(slow.weights)
@@ -83,7 +84,7 @@ def growing(seed: int, requests: int = 230) -> Trace:
 @pytest.mark.parametrize("mode", ["prefix", "block"])
 def test_adaptive_learns_the_same_in_both_twins_over_many_cache_fuls(mode, capacity):
     forest = build_forest(growing(5), mode)
-    fast, slow = (simulate(forest, "adaptive_semantic", capacity, engine=engine) for engine in ("compiled", "plain"))
+    fast, slow = (simulate(forest, of["adaptive_semantic"], capacity) for of in (POLICIES, PLAIN))
     same(fast, slow)
     assert fast.weights == pytest.approx(slow.weights, rel=1e-9)
 
@@ -93,7 +94,7 @@ def test_adaptive_learns_the_same_in_both_twins_over_many_cache_fuls(mode, capac
 @pytest.mark.parametrize("name", ["lhd", "workload_aware"])
 def test_policies_that_count_by_age_learn_the_same_in_both_twins_over_many_cache_fuls(name, mode, capacity):
     forest = build_forest(growing(7), mode)
-    same(*(simulate(forest, name, capacity, engine=engine) for engine in ("compiled", "plain")))
+    same(*(simulate(forest, of[name], capacity) for of in (POLICIES, PLAIN)))
 
 
 @given(seed=st.integers(0, 99), share=st.floats(0.1, 0.9))
@@ -148,17 +149,17 @@ def test_tinylfu_refuses_newcomers_that_were_asked_for_no_more_often():
     assert replay(loop, "tinylfu", 2).refusals == 20
 
 
-@pytest.mark.parametrize("engine", ["compiled", "plain"])
-def test_a_block_that_leaves_with_the_request_that_brought_it_is_refused_not_evicted(engine):
-    once = replay([1, 1, 1, 2, 3, 1], "belady_bypass", 1, engine=engine)
+@pytest.mark.parametrize("of", [POLICIES, PLAIN], ids=["compiled", "plain"])
+def test_a_block_that_leaves_with_the_request_that_brought_it_is_refused_not_evicted(of):
+    once = replay([1, 1, 1, 2, 3, 1], of["belady_bypass"], 1)
     assert (once.block_hits, once.evictions, once.refusals) == (3, 0, 2)
 
 
-@pytest.mark.parametrize("engine", ["compiled", "plain"])
+@pytest.mark.parametrize("of", [POLICIES, PLAIN], ids=["compiled", "plain"])
 @pytest.mark.parametrize("name", ["lru", "sieve", "adaptive_semantic"])
-def test_a_block_that_grew_gives_only_the_tokens_that_were_computed(name, engine):
+def test_a_block_that_grew_gives_only_the_tokens_that_were_computed(name, of):
     asks = [TraceRequest(str(n), n, (7,), (tokens,), ("user",)) for n, tokens in enumerate((100, 512, 100, 512))]
-    done = simulate(Trace.from_requests(asks), name, Capacity.blocks(4), engine=engine)
+    done = simulate(Trace.from_requests(asks), of[name], Capacity.blocks(4))
     assert done.token_hits == 100 + 100 + 512
 
 
@@ -218,9 +219,7 @@ def test_adaptive_learns_which_type_comes_back():
     assert mine.weights["retrieved_context"] > 5 * mine.weights["user"]
 
 
-def test_a_policy_without_compiled_twin_says_so():
-    plain = Policy("mine", "as lru", PlainPolicy)
-    with pytest.raises(InputError, match="no compiled twin"):
-        replay([1], plain, 1, engine="compiled")
-    assert find_policy(plain) is plain
+def test_every_policy_has_a_plain_twin():
+    assert PLAIN.keys() == POLICIES.keys()
+    assert find_policy(PLAIN["lru"]) is PLAIN["lru"]
     assert Block(1, 1, 16, "user", 0, -1).evictable

@@ -98,13 +98,6 @@ def test_an_endless_cache_hits_all_that_comes_back(name):
     assert result.simulated is True
 
 
-def test_the_warm_up_is_left_out_of_every_count():
-    trace = trace_of([[1, 2], [3, 4], [1, 2], [3, 4]])
-    late = simulate(trace, "lru", Capacity.blocks(2), warm_up=2)
-    assert (late.requests, late.block_accesses, late.evictions) == (2, 4, 4)
-    assert simulate(trace, "lru", Capacity.blocks(2), warm_up=99).requests == 0
-
-
 def test_regret_counts_misses_of_blocks_that_were_evicted():
     assert simulate(trace_of([[1], [2], [1]]), "lru", Capacity.blocks(1)).regret == 1
 

@@ -45,7 +45,7 @@ BATCH = "[2026-08-02 00:0{}:17] Prefill batch, #new-seq: {}, #new-token: {}, #ca
 
 
 def count_hits(trace: Trace) -> list[int]:
-    hits: list[int] = simulate(trace, "lru", Capacity.tokens(10**6), engine="plain").hit_tokens_by_request.tolist()
+    hits: list[int] = simulate(trace, "lru", Capacity.tokens(10**6)).hit_tokens_by_request.tolist()
     return hits
 
 

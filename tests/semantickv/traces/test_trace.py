@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semantickv.simulator.forest import Forest, build_forest, number_nodes
+from semantickv.simulator.forest import Forest, build_forest
 from semantickv.traces import formats as trace_formats
 from semantickv.traces.trace import Trace, TraceRequest
 from semblend.errors import InputError
@@ -168,7 +168,7 @@ def test_requests_come_out_as_they_went_in(lists):
 
 
 def number_plainly(trace, tenants, prefix):
-    """What `number_nodes` computes."""
+    """What `build_forest` numbers."""
     lookup: dict[tuple[int, int], int] = {}
     node = np.empty(trace.block_accesses, np.int32)
     starts, ids = trace.starts.tolist(), trace.ids.tolist()
@@ -201,10 +201,10 @@ def test_nodes_are_numbered_alike_compiled_and_plain(lists, prefix):
         TraceRequest(str(n), 0.0, tuple(ids), (3,) * len(ids), ("other",) * len(ids), tenant=tenant)
         for n, (ids, tenant) in enumerate(lists)
     )
-    fast, slow = number_nodes(trace, trace.tenant, prefix), number_plainly(trace, trace.tenant, prefix)
-    assert fast[1] == slow[1]
-    assert np.array_equal(fast[0], slow[0])
     forest = build_forest(trace, "prefix" if prefix else "block")
+    node, count = number_plainly(trace, trace.tenant, prefix)
+    assert forest.nodes == count
+    assert np.array_equal(forest.node, node)
     assert np.array_equal(forest.next_use, find_next_use_plainly(forest))
 
 

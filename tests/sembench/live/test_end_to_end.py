@@ -165,7 +165,7 @@ def test_the_embedded_engine_with_a_random_model_confirms_its_reuse(tmp_path):
     from semblend.engine.core.stops import NoText
     from semblend.engine.model.model import DecoderModel
     from semblend.engine.model.spec import ModelSpec
-    from semblend.engine.server.serving_adapter import LocalEngine
+    from semblend.engine.server.local_engine import LocalEngine
 
     class Bytes(NoText):
         """A tokenizer whose tokens are bytes below 128."""

@@ -291,11 +291,7 @@ class ReplayStore:
         """Replay one recipient: count exact blocks, ask the planner, check what it proposes."""
         tokens = self._encoder.encode(case.recipient_prompt)
         facts: dict[str, Any] = {
-            "item_id": case.item_id,
-            "dataset": case.dataset,
-            "transform": case.transform,
-            "negative_control": case.negative_control,
-            "source_id": case.source_id,
+            **case.describe(),
             "arm": arm,
             "donor_count": len(case.donor_prompts),
             "prompt_tokens": len(tokens),

@@ -446,7 +446,7 @@ class Gateway(ProxyApp):
         self.feeds = feeds
         self.link = link
         self.source = source
-        self.metrics = EdgeMetrics(self)
+        self.metrics = EdgeMetrics(self.read_gauges)
         self.records = RecordStore()
         self.fleet = FleetBook()
         self.opener = CallOpener(self)

@@ -12,10 +12,10 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sembench.files import find_bad_counts, read_count, read_float, read_text
-from semblend.errors import InputError, MissingDependencyError
+from semblend.errors import InputError
 
 if TYPE_CHECKING:
-    import httpx
+    from aiohttp import ClientResponse, ClientSession
 
 # -- HTTP ------------------------------------------------------------------------------------------------------------
 # One HTTP exchange with a serving engine, timed at the client.
@@ -83,17 +83,13 @@ class Exchange:
 
 
 @asynccontextmanager
-async def open_client(timeout_s: float, headers: Mapping[str, str] | None = None) -> AsyncIterator[httpx.AsyncClient]:
+async def open_client(timeout_s: float, headers: Mapping[str, str] | None = None) -> AsyncIterator[ClientSession]:
     """Open a client that ignores proxies and other settings of the environment, since they would change the times."""
-    try:
-        import httpx
-    except ImportError:
-        raise MissingDependencyError(
-            "live runs need the package httpx", hint="pip install 'semblend-suite[live]'"
-        ) from None
-    limits = httpx.Limits(max_connections=MOST_CONNECTIONS, max_keepalive_connections=MOST_CONNECTIONS)
-    timeout = httpx.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s))
-    async with httpx.AsyncClient(timeout=timeout, limits=limits, headers=dict(headers or {}), trust_env=False) as made:
+    import aiohttp
+
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=min(CONNECT_S, timeout_s), sock_read=timeout_s)
+    pool = aiohttp.TCPConnector(limit=MOST_CONNECTIONS)
+    async with aiohttp.ClientSession(timeout=timeout, connector=pool, headers=headers, trust_env=False) as made:
         yield made
 
 
@@ -108,38 +104,38 @@ def check_url(url: str, flag: str) -> str:
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
-async def post_stream(client: httpx.AsyncClient, url: str, body: JsonObject, headers: Mapping[str, str]) -> Exchange:
+async def post_stream(client: ClientSession, url: str, body: JsonObject, headers: Mapping[str, str]) -> Exchange:
     """Send a POST request and read the events as they arrive. An answer that is not a stream counts as one event."""
-    import httpx
+    import aiohttp
 
     exchange = Exchange()
     started = time.perf_counter()
     try:
-        async with client.stream("POST", url, json=body, headers=dict(headers)) as response:
-            exchange.status = response.status_code
+        async with client.post(url, json=body, headers=headers, allow_redirects=False) as response:
+            exchange.status = response.status
             exchange.headers = {name.lower(): value for name, value in response.headers.items()}
-            if response.status_code >= 400:
-                exchange.error = describe_error(response.status_code, await response.aread())
+            if response.status >= 400:
+                exchange.error = describe_error(response.status, await response.read())
             elif "text/event-stream" in exchange.headers.get("content-type", ""):
                 await _read_events(response, exchange, started)
             else:
-                _take_event(exchange, (await response.aread()).decode("utf-8", "replace"), started)
-    except httpx.TimeoutException as error:
+                _take_event(exchange, (await response.read()).decode("utf-8", "replace"), started)
+    except TimeoutError as error:
         exchange.error = f"no answer in time ({type(error).__name__})"
         exchange.connection_failed = not exchange.events  # a server that hangs counts as gone
-    except httpx.RemoteProtocolError as error:
+    except (aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError, aiohttp.ClientResponseError) as error:
         exchange.error = f"the connection broke in the middle of the answer: {error}"[:LONGEST_ERROR]
         exchange.connection_failed = not exchange.events
-    except httpx.TransportError as error:
-        exchange.error = f"cannot reach {url}: {error or type(error).__name__}"[:LONGEST_ERROR]
+    except (aiohttp.ClientError, OSError) as error:
+        exchange.error = _describe_unreachable(url, error)
         exchange.connection_failed = True
     exchange.latency_ms = 1000 * (time.perf_counter() - started)
     return exchange
 
 
-async def _read_events(response: httpx.Response, exchange: Exchange, started: float) -> None:
+async def _read_events(response: ClientResponse, exchange: Exchange, started: float) -> None:
     parser, done = SseParser(), False
-    async for data in response.aiter_bytes():
+    async for data in response.content.iter_any():
         for event in parser.feed(data):
             done = done or event.strip() == "[DONE]"
             if not done:
@@ -182,7 +178,11 @@ def describe_error(status: int, body: bytes) -> str:
     return f"HTTP {status}: {' '.join(str(said).split())}"[:LONGEST_ERROR]
 
 
-async def get_json(client: httpx.AsyncClient, url: str) -> tuple[Any, str | None]:
+def _describe_unreachable(url: str, error: Exception) -> str:
+    return f"cannot reach {url}: {str(error) or type(error).__name__}"[:LONGEST_ERROR]
+
+
+async def get_json(client: ClientSession, url: str) -> tuple[Any, str | None]:
     """Return the JSON body of a URL, or None and what went wrong."""
     text, error = await get_text(client, url)
     if text is None:
@@ -193,29 +193,26 @@ async def get_json(client: httpx.AsyncClient, url: str) -> tuple[Any, str | None
         return None, f"{url} answers with something that is not JSON"
 
 
-async def get_text(client: httpx.AsyncClient, url: str) -> tuple[str | None, str | None]:
-    import httpx
+async def get_text(client: ClientSession, url: str, method: str = "GET") -> tuple[str | None, str | None]:
+    """Return the body of a URL as text, or None and what went wrong."""
+    import aiohttp
 
     try:
-        response = await client.get(url)
-    except httpx.TransportError as error:
-        return None, f"cannot reach {url}: {error or type(error).__name__}"
-    if response.status_code >= 400:
-        return None, describe_error(response.status_code, response.content)
-    return response.text, None
+        async with client.request(method, url, allow_redirects=False) as response:
+            body = await response.read()
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        return None, _describe_unreachable(url, error)
+    if response.status >= 400:
+        return None, describe_error(response.status, body)
+    return body.decode("utf-8", "replace"), None
 
 
-async def post_empty(client: httpx.AsyncClient, urls: Sequence[str]) -> str | None:
+async def post_empty(client: ClientSession, urls: Sequence[str]) -> str | None:
     """Send a POST request without a body to every URL; this flushes caches. Return None, or what went wrong."""
-    import httpx
-
     for url in urls:
-        try:
-            response = await client.post(url)
-        except httpx.TransportError as error:
-            return f"cannot reach {url}: {error or type(error).__name__}"
-        if response.status_code >= 400:
-            return f"{url}: {describe_error(response.status_code, response.content)}"
+        _, error = await get_text(client, url, "POST")
+        if error is not None:
+            return error if url in error else f"{url}: {error}"
     return None
 
 
@@ -424,7 +421,7 @@ class GatewayBackend:
 
     def __init__(
         self,
-        client: httpx.AsyncClient,
+        client: ClientSession,
         gateway_url: str,
         model: str,
         *,
@@ -563,7 +560,7 @@ class SglangBackend:
 
     name = "sglang"
 
-    def __init__(self, client: httpx.AsyncClient, base_url: str, *, keys: Mapping[str, str] | None = None) -> None:
+    def __init__(self, client: ClientSession, base_url: str, *, keys: Mapping[str, str] | None = None) -> None:
         self._client = client
         self._base = base_url
         self._keys = dict(keys or {})
@@ -668,7 +665,7 @@ VERSION_PATHS = ("/version", "/server_info", "/get_server_info")
 """vLLM, SGLang, and SGLang before 0.5."""
 
 
-async def read_identity(client: httpx.AsyncClient, url: str) -> dict[str, Any]:
+async def read_identity(client: ClientSession, url: str) -> dict[str, Any]:
     """Return the URL of a server, its models and its version; None for what it does not tell."""
     listed, error = await get_json(client, f"{url}/v1/models")
     found: dict[str, Any] = {"url": url, "models": None if error else sorted(list_cards(listed)), "version": None}
@@ -678,3 +675,14 @@ async def read_identity(client: httpx.AsyncClient, url: str) -> dict[str, Any]:
             found["version"] = told["version"]
             break
     return found
+
+
+async def verify_model(backend: ServerBackend, model: str) -> None:
+    """Refuse to measure a server that serves another model, or none."""
+    names, error = await backend.list_models()
+    if error is not None:
+        raise InputError(f"the server does not answer: {error}", hint="check the URL, or --skip-verify")
+    if model and model not in names:
+        raise InputError(
+            f"the server serves {', '.join(names) or 'no model'}, not {model}", hint="check --model, or --skip-verify"
+        )

@@ -1,6 +1,7 @@
 """Reads and writes files for all commands: gzip by name, folders made, a good file never half overwritten.
 
-Single values out of foreign JSON are read here too: one of the wrong type is None, never an error.
+JSON is read here too: our own files into dataclasses, where a wrong field is an error that names it; and single values
+of foreign ones, where a value of the wrong type is None.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -77,6 +79,68 @@ def _read_whole_number(digits: str) -> int:
     if len(digits) > _MOST_DIGITS:
         raise ValueError(f"a number of {len(digits)} digits")
     return int(digits)
+
+
+_JSON_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
+    "str": ((str,), "a string"),
+    "bool": ((bool,), "true or false"),
+    "int": ((int,), "a whole number"),
+    "float": ((int, float), "a number"),
+    "tuple": ((list, tuple), "a list"),
+    "Mapping": ((dict,), "an object"),
+}
+
+
+def read_fields(
+    kind: type, value: Any, where: str, hint: str, *, required: Sequence[str] | None = None, filled: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return the fields of a dataclass that parsed JSON holds, each of its declared type; unknown keys are left out.
+
+    ``required`` are by default the fields without a default. Those in ``filled`` must not be empty. The error about a
+    field names ``where`` and the field.
+    """
+    if not isinstance(value, dict):
+        raise InputError(f"{where} is {_name_kind(value)}, not an object", hint=hint)
+    declared = {field.name: str(field.type) for field in fields(kind)}
+    if required is None:
+        required = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
+    wrong = next((f"{name} is missing" for name in required if name not in value), "")
+    found = {}
+    for name in () if wrong else declared.keys() & value.keys():
+        found[name], wrong = _read_typed(name, value[name], declared[name], name in required)
+        if wrong:
+            break
+    wrong = wrong or next((f"{name} is empty" for name in filled if not found[name]), "")
+    if wrong:
+        raise InputError(f"{where}: field {wrong}", hint=hint)
+    return found
+
+
+def _read_typed(name: str, value: Any, declared: str, required: bool) -> tuple[Any, str]:
+    """Return the value of a field as its declared type has it, and what is wrong with it."""
+    given: Any = value
+    base, _, inner = declared.removesuffix(" | None").rstrip("]").partition("[")
+    if value is None and (declared.endswith("None") or (base == "tuple" and not required)):
+        return (None if declared.endswith("None") else ()), ""
+    if base not in _JSON_TYPES:  # Any, or a dataclass that the caller reads
+        return value, ""
+    types, word = _JSON_TYPES[base]
+    if not isinstance(value, types) or (isinstance(value, bool) and base != "bool"):
+        return None, f"{name} is {_name_kind(value)}, not {word}"
+    if base != "tuple":
+        return value, ""
+    items = [_read_typed(f"{name}[{at}]", item, inner.partition(",")[0], True) for at, item in enumerate(given)]
+    return tuple(item for item, _ in items), next((wrong for _, wrong in items if wrong), "")
+
+
+_KINDS: Mapping[type, str] = {
+    type(None): "null", str: "a string", bool: "true or false", int: "a number", float: "a number", list: "a list",
+    dict: "an object",
+}  # fmt: skip
+
+
+def _name_kind(value: Any) -> str:
+    return _KINDS.get(type(value), type(value).__name__)
 
 
 def hash_file(path: str | Path) -> str:

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sembench.files import read_float, read_json_object, write_text
+from sembench.files import read_fields, read_float, read_json_object, write_text
 from semblend._version import __version__
 from semblend.errors import InputError
 
@@ -239,48 +239,16 @@ class Result:
 
 # -- records -------------------------------------------------------------------------------------------------------
 
-_FIELDS = {f.name: str(f.type) for f in fields(RequestRecord)}
-_REQUIRED = ("item_id", "dataset", "transform", "negative_control")
-
 
 def dump_record(record: RequestRecord) -> dict[str, Any]:
     """Return a record as JSON values: every field, unknown ones as None, tuples as lists."""
-    values = {name: getattr(record, name) for name in _FIELDS}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    values = ((f.name, getattr(record, f.name)) for f in fields(RequestRecord))
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values}
 
 
 def parse_record(value: Any, *, where: str = "request") -> RequestRecord:
     """Return a record from parsed JSON. Unknown keys are left out; the error about a wrong type names the field."""
-    if not isinstance(value, dict):
-        raise InputError(
-            f"{where} is {type(value).__name__}, not an object",
-            hint=_FIELDS_HINT,
-        )
-    for name in _REQUIRED:
-        if name not in value:
-            raise InputError(f"{where}: field {name} is missing", hint=_FIELDS_HINT)
-    known = {name: _check_value(value[name], kind, name, where) for name, kind in _FIELDS.items() if name in value}
-    return RequestRecord(**known)
-
-
-def _check_value(value: Any, kind: str, name: str, where: str) -> Any:
-    if kind == "Any":
-        return value
-    if value is None and (kind.endswith("None") or kind.startswith("tuple")):
-        return None if kind.endswith("None") else ()
-    if kind.startswith("tuple"):
-        inner = int if "int" in kind else str
-        if isinstance(value, (list, tuple)) and all(isinstance(item, inner) for item in value):
-            return tuple(value)
-    elif kind.startswith("bool"):
-        if isinstance(value, bool):
-            return value
-    elif kind.startswith("str"):
-        if isinstance(value, str):
-            return value
-    elif isinstance(value, (int, float) if kind.startswith("float") else int) and not isinstance(value, bool):
-        return value
-    raise InputError(f"{where}: field {name} is {value!r}, not {kind}", hint=_FIELDS_HINT)
+    return RequestRecord(**read_fields(RequestRecord, value, where, _FIELDS_HINT))
 
 
 # -- result files --------------------------------------------------------------------------------------------------
@@ -297,23 +265,18 @@ def compute_digest(result: Result) -> str:
         "engine": result.engine,
         "requests": [dump_record(record) for record in result.requests],
     }
-    text = json.dumps(told, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return hashlib.sha256(text.encode("ascii")).hexdigest()
+    return _hash_json(told)
+
+
+def _hash_json(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode("ascii")).hexdigest()
 
 
 def dump_result(result: Result) -> dict[str, Any]:
+    names = ("result_version", "digest", "created_at_utc", "run", "config", "engine", "environment", "aggregate")
     return {
         **result.extra,
-        "result_version": result.result_version,
-        "digest": result.digest,
-        "created_at_utc": result.created_at_utc,
-        "run": result.run,
-        "config": result.config,
-        "engine": result.engine,
-        "environment": result.environment,
-        "aggregate": result.aggregate,
-        "paired": result.paired,
-        "by_transform": result.by_transform,
+        **{name: getattr(result, name) for name in (*names, "paired", "by_transform")},
         "requests": [dump_record(record) for record in result.requests],
     }
 
@@ -382,10 +345,10 @@ class LoadRequest:
     """One request of a load run. Times are in milliseconds from the moment it was due, at the client."""
 
     number: int
-    request_id: str
     due_s: float
     finished_s: float
     late_ms: float
+    request_id: str = ""
     ttft_ms: float | None = None
     e2el_ms: float | None = None
     tpot_ms: float | None = None
@@ -457,7 +420,7 @@ def compute_load_digest(result: LoadResult) -> str:
         "points": [[p.request_rate, p.max_concurrency, p.duration_s, [asdict(r) for r in p.requests]]
                    for p in result.points],
     }  # fmt: skip
-    return hashlib.sha256(json.dumps(told, sort_keys=True, separators=(",", ":")).encode("ascii")).hexdigest()
+    return _hash_json(told)
 
 
 def dump_point(point: LoadPoint) -> dict[str, Any]:
@@ -532,18 +495,9 @@ def parse_point(value: Any, where: str) -> LoadPoint:
     )
 
 
-_LOAD_FIELDS = frozenset(f.name for f in fields(LoadRequest))
-_LOAD_NUMBERS = ("number", "due_s", "finished_s", "late_ms")
-
-
 def _parse_request(value: Any, where: str) -> LoadRequest:
-    if not isinstance(value, dict) or any(read_float(value.get(name)) is None for name in _LOAD_NUMBERS):
-        raise InputError(f"{where} is no request of a load run", hint=_LOAD_HINT)
-    known = {name: own for name, own in value.items() if name in _LOAD_FIELDS}
-    gaps = known.get("itl_ms")
-    known["itl_ms"] = tuple(gaps) if isinstance(gaps, list) else ()
-    for name, own in known.items():
-        wrong = name.endswith(("_ms", "_s", "_tokens")) and name != "itl_ms" and own is not None
-        if wrong and read_float(own) is None:
+    found = read_fields(LoadRequest, value, where, _LOAD_HINT)
+    for name, own in found.items():
+        if isinstance(own, (int, float)) and read_float(own) is None:
             raise InputError(f"{where}: field {name} is {own!r}, not a number", hint=_LOAD_HINT)
-    return LoadRequest(**{"request_id": "", **known})
+    return LoadRequest(**found)

@@ -158,13 +158,13 @@ def resolve(name_or_path: str | Path, models_dir: Path | None = None) -> Path:
         raise MissingDependencyError(
             f"model {model.name} is not on this machine", hint=f"semblend models pull {model.name}"
         )
-    cached = _in_hub_cache(str(name_or_path))
+    cached = find_in_hub_cache(str(name_or_path), "config.json")
     if cached is None:
         raise InputError(
             f"no model {str(name_or_path)!r}: neither a file, nor a folder, nor in the local Hugging Face cache",
             hint="known models: " + ", ".join(MODELS),
         )
-    return cached
+    return cached.parent
 
 
 def _in_folder(folder: Path) -> Path:
@@ -177,17 +177,18 @@ def _in_folder(folder: Path) -> Path:
     raise InputError(f"{folder} holds {held}", hint="point at the model's folder, or at one GGUF file")
 
 
-def _in_hub_cache(name: str) -> Path | None:
+def find_in_hub_cache(name: str, file: str) -> Path | None:
+    """A file of a model such as ``org/model`` in the local Hugging Face cache, without asking the network."""
     try:
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.errors import HFValidationError
     except ImportError:
         return None  # without the hub client there is no cache to look into
     try:
-        found = try_to_load_from_cache(name, "config.json")
+        found = try_to_load_from_cache(name, file)
     except HFValidationError:
         return None  # not shaped like a model name; the caller reports all that was tried
-    return Path(found).parent if isinstance(found, str) else None
+    return Path(found) if isinstance(found, str) else None
 
 
 def pull(

@@ -146,7 +146,7 @@ def open_target(tmp_path):
     from semblend.cli.commands.warm import DirectoryTarget
     from semblend.engine.core.assemble import assemble
     from semblend.engine.core.config import EngineConfig
-    from semblend.engine.core.open_directory import open_directory, share_donors
+    from semblend.engine.core.directory_donors import open_directory
     from semblend.engine.model.model import DecoderModel
     from semblend.engine.model.spec import ModelSpec
 
@@ -163,8 +163,8 @@ def open_target(tmp_path):
         library = SemBlend(SemBlendConfig(embedder="none", metrics=False))
         config = EngineConfig(quality="fast", model_name="tiny")
         engine = assemble(model, pool_tokens=4096, config=config, semblend=library, directory=kv)
-        share_donors(engine, kv, args.donor_directory, 1 << 40, every_s=0.0)
-        return DirectoryTarget(engine, Letters(), args, 256.0, in_chat=in_chat)
+        engine.reuse.share_donors(kv, args.donor_directory, 1 << 40, every_s=0.0)
+        return DirectoryTarget(engine, Letters(), args, in_chat=in_chat)
 
     return make
 

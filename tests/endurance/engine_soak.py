@@ -278,8 +278,8 @@ def weather(
 ) -> tuple[Any, list[str]]:
     """The storm over HTTP, and what was wrong afterwards."""
     from semblend.engine.server.config import ServeConfig
+    from semblend.engine.server.local_engine import LocalEngine
     from semblend.engine.server.routes import create_app
-    from semblend.engine.server.serving_adapter import LocalEngine
 
     local = LocalEngine(engine, tokenizer)
     app = create_app(local, ServeConfig(**limits))
@@ -291,7 +291,7 @@ def weather(
             seen = asyncio.run(storm(host, port, asker.prompt, clients, seed, tokens=8, patience_s=patience_s))
             wrong = list(seen.wrong)
             if not until(lambda: quiet(app, engine), patience_s):
-                gate = app.state.service.gate
+                gate = app.state.service.admission
                 wrong.append(f"{gate.running} places and {gate.waiting} in line are still taken: {engine.load}")
             try:
                 status, _, body = asyncio.run(answer_of(host, port, known, patience_s))
@@ -299,7 +299,7 @@ def weather(
                 status, body = 0, repr(error).encode()
             if status != 200 or text_of(body) != before:
                 wrong.append(f"the known question was answered with {status} {body[:200]!r}, not {before!r}")
-        local.engine.call_soon(lambda inner: inner.check()).result(60)
+        local.call_soon(lambda inner: inner.check()).result(60)
     finally:
         local.close()
     if seen.without_retry_after:

@@ -184,5 +184,5 @@ def until(holds: Callable[[], bool], seconds: float) -> bool:
 
 def quiet(app: Any, engine: Any) -> bool:
     """No place at the gate is taken, nobody waits, and the engine works for nobody."""
-    gate = app.state.service.gate
+    gate = app.state.service.admission
     return (gate.running, gate.waiting, engine.has_work) == (0, 0, False)

@@ -14,15 +14,14 @@ from typing import Any
 import pytest
 from browser import in_a_browser, read_dom, read_text
 
-import semblend.explorer
 from semblend import SemBlendConfig
+from semblend import explorer as explorer_server
 from semblend.errors import InputError
-from semblend.explorer import server as explorer_server
-from semblend.explorer.app import ExplorerApp
-from semblend.explorer.server import MAX_BODY_BYTES, PAGE_FILES, ExplorerServer
+from semblend.explorer import MAX_BODY_BYTES, PAGE_FILES, ExplorerApp, ExplorerServer
 from semblend.text.tokenization import StableTokenizer
+from semblend.web.site import read_static
 
-EXAMPLES = json.loads((Path(semblend.explorer.__file__).parent / "examples.json").read_text(encoding="utf-8"))
+EXAMPLES = json.loads(read_static("explorer/examples.json"))
 TEXT = "Two hours before high tide the pilot boat leaves the north pier, and large vessels may enter. " * 6
 
 

@@ -113,7 +113,7 @@ def test_what_still_runs_at_the_end_is_told_so_and_gives_back_its_place(stops, s
         running = ask(server, fake, stream=stream)
         in_line = server.connect()
         in_line.sendall(post_bytes(CHAT, chat(stream=stream)))
-        wait_until(lambda: server.app.state.service.gate.waiting == 1)
+        wait_until(lambda: server.app.state.service.admission.waiting == 1)
         for _ in range(stops):
             server.server.stop()
         for wire in (running, in_line):
@@ -122,7 +122,7 @@ def test_what_still_runs_at_the_end_is_told_so_and_gives_back_its_place(stops, s
             wire.close()
         server.thread.join(300)
         assert not server.thread.is_alive()
-        gate = server.app.state.service.gate
+        gate = server.app.state.service.admission
         assert (gate.running, gate.waiting, len(fake.running)) == (0, 0, 0)
 
 
@@ -184,7 +184,7 @@ def test_many_streams_under_way_all_end_whole():
         wires = [server.connect() for _ in range(40)]
         for wire in wires:
             wire.sendall(post_bytes(CHAT, chat(stream=True)))
-        gate = server.app.state.service.gate
+        gate = server.app.state.service.admission
         wait_until(lambda: gate.running == 8 and gate.waiting == 32)
         server.server.stop()
         ends: list[dict[str, Any]] = []

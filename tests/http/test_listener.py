@@ -27,7 +27,7 @@ from semblend.config import SemBlendConfig  # noqa: E402
 from semblend.engine.server.tenants import Tenants  # noqa: E402
 from semblend.facade import SemBlend  # noqa: E402
 from semblend.http.connections import Connections, Phase  # noqa: E402
-from semblend.http.protocol import MOST_PIPELINED  # noqa: E402
+from semblend.http.protocol import MAX_PIPELINED  # noqa: E402
 from semblend.http.server import Acceptor  # noqa: E402
 from semblend.wire.answer import Chunk  # noqa: E402
 from semblend.wire.request import Request  # noqa: E402
@@ -196,7 +196,7 @@ def test_a_client_that_does_not_read_its_stream_loses_its_place_long_before_the_
     with run_server(fake, write_timeout_s=0.3) as server, server.connect() as wire:
         wire.sendall(post_bytes(CHAT, chat(stream=True)))
         wait_until(lambda: bool(fake.cancelled))
-        wait_until(lambda: server.app.state.service.gate.running == 0)
+        wait_until(lambda: server.app.state.service.admission.running == 0)
         wait_until(lambda: len(server.server.connections) == 0)
 
 
@@ -402,14 +402,14 @@ def test_a_connection_that_sends_request_upon_request_without_reading_ends_after
     with run_server(engine()) as server, server.connect() as wire:
         wire.sendall(HEALTH * 200)
         answers = read_to_end(wire).split(b"HTTP/1.1 200 OK")[1:]
-        assert len(answers) == MOST_PIPELINED + 1
-        assert [b"connection: close" in answer.lower() for answer in answers] == [False] * MOST_PIPELINED + [True]
+        assert len(answers) == MAX_PIPELINED + 1
+        assert [b"connection: close" in answer.lower() for answer in answers] == [False] * MAX_PIPELINED + [True]
         wait_until(lambda: len(server.server.connections) == 0)
 
 
 def test_a_connection_whose_client_waits_for_each_answer_has_no_end():
     with run_server(engine()) as server, server.connect() as wire:
-        for _ in range(3 * MOST_PIPELINED):
+        for _ in range(3 * MAX_PIPELINED):
             wire.sendall(HEALTH)
             assert b"200 OK" in read_answer(wire)
 

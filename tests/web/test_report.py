@@ -18,7 +18,6 @@ from semblend.web.report import (
     render_document,
     render_figure,
     render_head,
-    render_list,
     render_table,
     render_tiles,
 )
@@ -51,7 +50,7 @@ def render_page(words: str) -> str:
 
     figure = Figure("name", words, draw_both(draw, words), (("curve", words),), words, (words,), ((words,),))
     parts = [
-        render_head(words, (words,), words), render_tiles([Tile(words, words, words, "bad")]), render_list([words]),
+        render_head(words, (words,), words), render_tiles([Tile(words, words, words, "bad")]),
         render_figure(figure), render_table((words, words), [(words, Strong(words))], classes={1: "key"}),
     ]  # fmt: skip
     return render_document(words, parts)

@@ -10,16 +10,16 @@ import pytest
 pytest.importorskip("pydantic", reason="bodies are pydantic models")
 
 from semblend.wire.body import LONGEST_NAME
-from semblend.wire.chat import MOST_MESSAGES, MOST_PARTS, ChatRequest
-from semblend.wire.completions import MOST_PROMPTS, CompletionRequest
+from semblend.wire.chat import MAX_MESSAGES, MAX_PARTS, ChatRequest
+from semblend.wire.completions import MAX_PROMPTS, CompletionRequest
 from semblend.wire.errors import ApiError
 from semblend.wire.generate import GenerateRequest
 from semblend.wire.options import (
     LONGEST_STOP,
-    MOST_BIASES,
-    MOST_STOP_TOKENS,
-    MOST_STOPS,
-    MOST_TOKENS,
+    MAX_BIASES,
+    MAX_STOP_TOKENS,
+    MAX_STOPS,
+    MAX_TOKENS,
 )
 
 HI = {"role": "user", "content": "Hi"}
@@ -35,20 +35,20 @@ def parse(kind: Any, **fields: Any) -> Any:
 
 
 LIMITS: list[tuple[Any, str, Any, int]] = [
-    (ChatRequest, "messages", lambda n: [HI] * n, MOST_MESSAGES),
-    (ChatRequest, "messages", lambda n: [{"role": "user", "content": [{"text": "x"}] * n}], MOST_PARTS),
+    (ChatRequest, "messages", lambda n: [HI] * n, MAX_MESSAGES),
+    (ChatRequest, "messages", lambda n: [{"role": "user", "content": [{"text": "x"}] * n}], MAX_PARTS),
     (ChatRequest, "model", lambda n: "m" * n, LONGEST_NAME),
     (ChatRequest, "user", lambda n: "u" * n, LONGEST_NAME),
     (ChatRequest, "cache_salt", lambda n: "s" * n, LONGEST_NAME),
-    (ChatRequest, "stop", lambda n: ["x"] * n, MOST_STOPS),
+    (ChatRequest, "stop", lambda n: ["x"] * n, MAX_STOPS),
     (ChatRequest, "stop", lambda n: "x" * n, LONGEST_STOP),
     (ChatRequest, "stop", lambda n: ["x" * n], LONGEST_STOP),
-    (ChatRequest, "stop_token_ids", lambda n: list(range(n)), MOST_STOP_TOKENS),
-    (ChatRequest, "logit_bias", lambda n: {str(token): 1 for token in range(n)}, MOST_BIASES),
-    (CompletionRequest, "prompt", lambda n: ["x"] * n, MOST_PROMPTS),
-    (CompletionRequest, "prompt", lambda n: [[1]] * n, MOST_PROMPTS),
-    (CompletionRequest, "prompt", lambda n: [1] * n, MOST_TOKENS),
-    (CompletionRequest, "prompt", lambda n: [[1] * n], MOST_TOKENS),
+    (ChatRequest, "stop_token_ids", lambda n: list(range(n)), MAX_STOP_TOKENS),
+    (ChatRequest, "logit_bias", lambda n: {str(token): 1 for token in range(n)}, MAX_BIASES),
+    (CompletionRequest, "prompt", lambda n: ["x"] * n, MAX_PROMPTS),
+    (CompletionRequest, "prompt", lambda n: [[1]] * n, MAX_PROMPTS),
+    (CompletionRequest, "prompt", lambda n: [1] * n, MAX_TOKENS),
+    (CompletionRequest, "prompt", lambda n: [[1] * n], MAX_TOKENS),
     (GenerateRequest, "rid", lambda n: "r" * n, LONGEST_NAME),
 ]
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semblend.wire.errors import ApiError
-from semblend.wire.json_limits import LONGEST_NUMBER, MOST_DEPTH, JsonLimits, JsonMeter
+from semblend.wire.json_limits import LONGEST_NUMBER, MAX_DEPTH, JsonLimits, JsonMeter
 
 TEXTS = st.text(max_size=6) | st.sampled_from(
     ['"', "\\", '\\"', '[{,"', "\\\\", "a\\", "é\ud83d", "NaN", "]]", "\u2028"]
@@ -86,5 +86,5 @@ def test_constants_that_json_does_not_have_are_refused_outside_of_strings(consta
 
 @pytest.mark.parametrize("opening", [b"[", b'{"a":'])
 def test_nesting_ends_at_its_limit(opening):
-    assert not is_refused(opening * MOST_DEPTH, [], JsonLimits())
-    assert is_refused(opening * (MOST_DEPTH + 1), [], JsonLimits())
+    assert not is_refused(opening * MAX_DEPTH, [], JsonLimits())
+    assert is_refused(opening * (MAX_DEPTH + 1), [], JsonLimits())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from semblend.wire.loopback import is_loopback
+from semblend.wire.callers import is_loopback
 
 
 def test_loopback_names_are_known() -> None:

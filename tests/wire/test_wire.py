@@ -28,12 +28,12 @@ from semblend.engine.model.sampling import Draw, make_generator, sample  # noqa:
 from semblend.engine.model.spec import ModelSpec  # noqa: E402
 from semblend.engine.server.config import ServeConfig  # noqa: E402
 from semblend.engine.server.dashboard import LiveRequest  # noqa: E402
+from semblend.engine.server.local_engine import LocalEngine  # noqa: E402
 from semblend.engine.server.routes import create_app  # noqa: E402
-from semblend.engine.server.serving_adapter import LocalEngine  # noqa: E402
 from semblend.errors import SemBlendError  # noqa: E402
 from semblend.plan.reuse_plan import DeclineReason  # noqa: E402
 from semblend.span import Span  # noqa: E402
-from semblend.wire.answer import MOST_RUNS, describe_receipt  # noqa: E402
+from semblend.wire.answer import MAX_RUNS, describe_receipt  # noqa: E402
 from semblend.wire.sampling import Sampling  # noqa: E402
 
 SHAPE = {
@@ -239,9 +239,9 @@ def test_one_bad_prompt_of_several_ends_all_of_them_and_frees_their_places():
         mixed = server.post("/v1/completions", {"prompt": [[5], [1, 500], [6]], "max_tokens": 400})
         assert mixed.status_code == 400
         assert mixed.json()["error"]["param"] == "prompt"
-        assert server.app.state.service.gate.running == 0
+        assert server.app.state.service.admission.running == 0
         assert server.post("/v1/completions", {"prompt": "next", "max_tokens": 1}).status_code == 200
-        server.engine.engine.call_soon(lambda inner: inner.check()).result(10)
+        server.engine.call_soon(lambda inner: inner.check()).result(10)
         assert not server.inner.has_work
 
 
@@ -250,7 +250,7 @@ def test_more_prompts_than_the_gate_takes_are_429_and_leave_nothing_behind():
         refused = server.post("/v1/completions", {"prompt": ["a", "b", "c", "d"], "max_tokens": 50})
         assert refused.status_code == 429
         assert refused.headers["retry-after"]
-        gate = server.app.state.service.gate
+        gate = server.app.state.service.admission
         assert (gate.running, gate.waiting) == (0, 0)
         assert server.post("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 2}).status_code == 200
 
@@ -306,10 +306,10 @@ def test_recomputed_runs_are_told_where_they_are_known_and_null_where_not():
     none = receipt(reused_tokens=50, recomputed_tokens=0)
     assert told(none) == []
     many = receipt(
-        prompt_tokens=10_000, reused_tokens=5000, recomputed_tokens=MOST_RUNS + 1, prefill_tokens=4999 - MOST_RUNS,
+        prompt_tokens=10_000, reused_tokens=5000, recomputed_tokens=MAX_RUNS + 1, prefill_tokens=4999 - MAX_RUNS,
         spans=(Span("d", 0, 0, 8000),),
     )  # fmt: skip
-    runs = tuple((at, at + 1) for at in range(0, 2 * MOST_RUNS + 2, 2))
+    runs = tuple((at, at + 1) for at in range(0, 2 * MAX_RUNS + 2, 2))
     assert told(many, runs) is None
 
 
@@ -428,9 +428,9 @@ def test_no_type_of_any_field_makes_the_server_fail(server, path, field):
 
 
 def test_after_all_that_the_engine_holds_nothing_and_is_right(server):
-    server.engine.engine.call_soon(lambda inner: inner.check()).result(10)
+    server.engine.call_soon(lambda inner: inner.check()).result(10)
     assert not server.inner.has_work
-    assert server.app.state.service.gate.running == 0
+    assert server.app.state.service.admission.running == 0
     ids = Characters().encode("still right?")
     body = {"prompt": ids, "max_tokens": 6, "temperature": 0, "ignore_eos": True, "logprobs": 0}
     tokens = server.post("/v1/completions", body).json()["choices"][0]["logprobs"]["tokens"]

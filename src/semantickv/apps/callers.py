@@ -12,7 +12,7 @@ from random import getrandbits
 from typing import Any
 
 from semantickv.edge.headers import RawHeaders, find_header
-from semblend.wire.loopback import is_loopback
+from semblend.wire.callers import is_loopback
 
 LONGEST_LABEL = 128
 

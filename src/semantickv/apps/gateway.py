@@ -52,7 +52,7 @@ from semblend.arrange import Arrangement
 from semblend.errors import ConfigError, InputError
 from semblend.prompt import Namespace
 from semblend.web.site import HEADERS, build_fleet
-from semblend.wire.caller_headers import find_repeated
+from semblend.wire.callers import find_repeated
 from semblend.wire.errors import ApiError
 
 if TYPE_CHECKING:

@@ -1,52 +1,49 @@
-"""Commands that ask a server: replay a manifest on it, measure its noise, see whether it answers."""
+"""Commands that replay a manifest on a server: run-live-sglang and run-live-gateway."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import json
+import math
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from sembench.backends import (
     GatewayBackend,
-    PromptCall,
-    ServerAnswer,
     ServerBackend,
     SglangBackend,
     check_url,
     open_client,
+    read_identity,
+    verify_model,
 )
-from sembench.files import make_folder_of, write_json
-from sembench.live.run import ISOLATIONS, PAIRED_ARMS, LiveSettings
-from sembench.live.session import LiveSession, run_session, summarize_result, verify_model
-from sembench.manifests.cases import Case, choose_cases
-from sembench.result import get_utc_time
-from sembench.scoring.answers import (
-    QUALITY_F1_FLOOR,
-    QUALITY_THRESHOLD,
-    compute_rouge_l,
-    compute_token_f1,
-    find_first_divergence,
-)
-from sembench.scoring.statistics import bootstrap_mean, compute_mean, compute_percentile
-from sembench.trust import CALIBRATION_VERSION
+from sembench.files import hash_file, make_folder_of, open_text, write_json
+from sembench.live.judge import judge_answers
+from sembench.live.run import ISOLATIONS, PAIRED_ARMS, LiveRun, LiveSettings, ResumeLog
+from sembench.manifests.cases import choose_cases, count_cases, read_manifest
+from sembench.result import RequestRecord, Result, describe_run, get_unix_time, write_result
+from sembench.scoring.aggregate import build_result
+from sembench.scoring.answers import QUALITY_F1_FLOOR, QUALITY_THRESHOLD
+from sembench.scoring.statistics import compute_mean, compute_percentile
+from sembench.witnesses.audit import AuditLog
+from sembench.witnesses.prometheus import Scraper
 from semblend.cli.commandline import Commands, add_command
 from semblend.cli.output import Progress, say
 from semblend.cli.shared_flags import MANY
 from semblend.errors import InputError
 
 if TYPE_CHECKING:
-    import httpx
+    from aiohttp import ClientSession
 
 
 def add(commands: Commands) -> None:
-    _add_verify_endpoint(commands)
-    _add_calibrate_noise_floor(commands)
     _add_run_live_sglang(commands)
     _add_run_live_gateway(commands)
 
@@ -198,95 +195,220 @@ def build_settings(args: argparse.Namespace, **own: Any) -> LiveSettings:
         arms = PAIRED_ARMS[:2] if args.no_rerun else PAIRED_ARMS
     if len(arms) > 1 and own.get("isolation") == "none":
         raise InputError("a cold arm needs an empty cache", hint="leave --isolation and --no-flush-per-item out")
-    return LiveSettings(
-        arms=arms,
-        post_donor_delay_ms=args.post_donor_delay_ms,
-        cooldown_ms=args.cooldown_ms,
-        warmup_requests=args.warmup_requests,
-        block_size=args.block_size,
-        top_logprobs=args.top_logprobs_num if args.capture_logprobs else None,
-        quality_threshold=args.quality_threshold,
-        quality_f1_floor=args.quality_f1_floor,
-        tenant_pairs=args.tenant_pairs,
-        other_tenant=args.other_tenant,
-        tenant_salt=args.tenant_salt,
-        reuse=not args.no_reuse,
-        seed=args.seed,
-        max_items=args.max_items,
-        **own,
-    )
+    same = {field.name for field in fields(LiveSettings)} & vars(args).keys()  # most settings are flags of that name
+    own |= {"arms": arms, "top_logprobs": args.top_logprobs_num if args.capture_logprobs else None}
+    return LiveSettings(**{name: getattr(args, name) for name in same} | {"reuse": not args.no_reuse, **own})
 
 
-def build_session(args: argparse.Namespace, *, engine: str, metrics_urls: Sequence[str], **own: Any) -> LiveSession:
-    command = args.engine_serve_command
-    if args.engine_serve_command_file:
-        command = read_text(args.engine_serve_command_file)
-    flags = describe_engine_flags(command, args.engine_env)
-    if args.require_phase0_flags:
-        require_fair_flags(flags)
-    admin = read_secret(args.admin_key)
-    return LiveSession(
-        manifest=args.manifest,
-        output=args.output,
-        model=args.model,
-        metrics_urls=[check_url(url, "--metrics-url") for url in args.metrics_url] or metrics_urls,
-        metrics_required=bool(args.metrics_url),
-        headers={"Authorization": f"Bearer {admin}"} if admin else {},
-        audit_paths=args.connector_audit,
-        verify=not args.skip_verify,
-        resume=args.resume,
-        engine=flags,
-        identity={
-            "engine": engine,
-            "run_id": args.run_id or None,
-            "backend_id": args.backend_id or None,
-            "baseline_id": args.baseline_id or None,
-            "engine_version": args.engine_version or None,
-        },
-        config={name: value for name, value in vars(args).items() if name not in NOT_CONFIG},
-        judge_url=check_url(args.judge_url, "--judge-url") if args.judge_url else "",
-        judge_model=args.judge_model,
-        judge_key=read_secret(args.judge_api_key),
-        quiet=args.quiet,
-        **own,
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveTarget:
+    """What a command runs against. ``make`` builds the backend on an open client; the metrics are its default ones."""
+
+    engine: str
+    servers: Sequence[str]
+    metrics_urls: Sequence[str]
+    make: Callable[[ClientSession], ServerBackend]
+    timeout_s: float
+    throughput_output: str = ""
 
 
-def run_live(args: argparse.Namespace, session: Mapping[str, Any], settings: Mapping[str, Any]) -> int:
-    """Run a live command and return its exit code. ``session`` and ``settings`` are the command's own fields.
+def run_live(args: argparse.Namespace, target: LiveTarget, **own: Any) -> int:
+    """Run a live command, write the result and return the exit code. ``own`` are the settings that the command sets.
 
-    The exit code is 1 where not a single request was answered.
+    The exit code is 1 where not a single request was answered. After an interruption, the log of finished cases stays.
     """
-    result = run_session(build_session(args, **session), build_settings(args, **settings))
+    settings, engine = build_settings(args, **own), read_engine_flags(args)
+    try:
+        result = asyncio.run(_run(args, target, settings, engine))
+    except KeyboardInterrupt:
+        say("hint: the same command with --resume goes on where this stopped")
+        raise
     print(json.dumps(summarize_result(result, args.output)))
     return 1 if result.requests and all(record.error for record in result.requests) else 0
 
 
-def add_server_flags(parser: argparse.ArgumentParser, *, default: str, names: Sequence[str] = ("--base-url",)) -> None:
-    """Add the flags of a command that talks to one server of either kind."""
-    flag = parser.add_argument
-    flag(
-        "--engine",
-        choices=["sglang", "gateway"],
-        default=default,
-        help="API of the server: SGLang's own, or OpenAI's (gateway)",
-    )
-    flag(*names, required=True, metavar="URL", help="address of the server, such as http://127.0.0.1:8000")
-    flag(
-        "--api-key",
-        action="append",
-        default=[],
-        metavar="[TENANT=]KEY",
-        help="API key, of one tenant or of all; @FILE reads it from a file",
+async def _run(
+    args: argparse.Namespace, target: LiveTarget, settings: LiveSettings, engine: Mapping[str, Any]
+) -> Result:
+    make_folder_of(args.output)
+    # What is wrong with the flags is reported before the measuring starts.
+    metrics = [check_url(url, "--metrics-url") for url in args.metrics_url]
+    judge_url = check_url(args.judge_url, "--judge-url") if args.judge_url else ""
+    judge_headers = _authorize(args.judge_api_key)
+    for path in args.connector_audit:
+        open_text(path).close()
+    total = count_cases(args.manifest, settings.max_items, one_version=not args.skip_verify)
+    what: dict[str, Any] = {"manifest_sha256": hash_file(args.manifest), "model": args.model}
+    what |= {"servers": list(target.servers), **_describe_settings(settings)}
+    del what["max_items"]  # a run may be continued with more cases
+    async with open_client(target.timeout_s, _authorize(args.admin_key)) as client:
+        backend = target.make(client)
+        if not args.skip_verify:
+            await verify_model(backend, args.model)
+        scraper = Scraper(client, metrics or target.metrics_urls)
+        if not metrics:
+            await scraper.keep_working_ones()
+        what["server_identity"] = [await read_identity(client, url) for url in target.servers]
+        opened = {"started_unix_s": get_unix_time(), "servers": what["server_identity"]}
+        log = ResumeLog(args.output, what, resume=args.resume, session=opened)
+        if log.done:
+            say(f"{len(log.done)} cases are done already; going on with the rest")
+        audit = (lambda: AuditLog.read(args.connector_audit)) if args.connector_audit else None
+        live = LiveRun(
+            backend, settings, scraper, log, audit=audit, progress=_ProgressBar(total, quiet=args.quiet).show
+        )
+        finished, started = False, time.perf_counter()
+        try:
+            records = await live.run(choose_cases(args.manifest, settings.max_items))
+            wall_s = time.perf_counter() - started
+            if judge_url:  # with a client of its own, so that the judge never gets the keys of the measured server
+                say(f"judging {len(records)} answers")
+                questions = {case.item_id: (case.input, case.answers) for case in read_manifest(args.manifest)}
+                async with open_client(target.timeout_s, judge_headers) as judge:
+                    name = args.judge_model or args.model
+                    records = await judge_answers(judge, judge_url, name, records, questions)
+            delta = live.compute_engine_delta() if scraper.urls else None
+            last = {"finished_unix_s": get_unix_time(), "process_start_unix_s": live.process_start_unix_s}
+            facts = {
+                "request_prefix": f"sb-{log.run_name}",
+                "servers": list(target.servers),
+                "server_identity": what["server_identity"],
+                "sessions": [*log.sessions[:-1], {**log.sessions[-1], **last}],
+            }
+            config = {name: value for name, value in vars(args).items() if name not in NOT_CONFIG}
+            measured = {"isolation_verified": live.isolation_verified, "metrics_urls": list(scraper.urls)}
+            result = build_result(
+                records,
+                run={**_describe_run(args, target.engine, settings), **describe_window(records), **facts},
+                config={**config, **_describe_settings(settings), "mode": "live", **measured},
+                engine={**engine, "prometheus": None if delta is None else {"delta": delta}},
+            )
+            write_result(args.output, result)
+            if target.throughput_output:
+                write_json(target.throughput_output, compute_throughput(records, live, settings, wall_s))
+            finished = not any(record.error for record in records)  # else --resume asks the failed cases again
+        finally:
+            log.close(finished=finished)
+    _print_warnings(live, records, scraper.urls, settings)
+    return result
+
+
+def _authorize(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {read_secret(key)}"} if key else {}
+
+
+def _describe_settings(settings: LiveSettings) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(settings).items()}
+
+
+def _describe_run(args: argparse.Namespace, engine: str, settings: LiveSettings) -> dict[str, Any]:
+    return describe_run(
+        engine=engine,
+        manifest_path=args.manifest,
+        manifest_sha256=hash_file(args.manifest),
+        arm="paired" if len(settings.arms) > 1 else settings.arms[0],
+        run_id=args.run_id or None,
+        backend_id=args.backend_id or None,
+        baseline_id=args.baseline_id or None,
+        engine_version=args.engine_version or None,
     )
 
 
-def make_backend(args: argparse.Namespace, client: httpx.AsyncClient, model: str, **own: Any) -> ServerBackend:
-    """Return the backend that ``--engine``, ``--base-url`` and ``--api-key`` ask for."""
-    base, keys = check_url(args.base_url, "--base-url"), parse_keys(args.api_key)
-    if args.engine == "sglang":
-        return SglangBackend(client, base, keys=keys)
-    return GatewayBackend(client, base, model, keys=keys, **own)
+def describe_window(records: Sequence[RequestRecord]) -> dict[str, float | None]:
+    """Return when the first request was sent and the last answer ended: the time that evidence must come from."""
+    sent = [record.sent_unix_s for record in records if record.sent_unix_s is not None]
+    ended = [record.finished_unix_s for record in records if record.finished_unix_s is not None]
+    return {"first_sent_unix_s": min(sent, default=None), "last_finished_unix_s": max(ended, default=None)}
+
+
+def compute_throughput(
+    records: Sequence[RequestRecord], live: LiveRun, settings: LiveSettings, wall_s: float
+) -> dict[str, Any]:
+    """Return requests and tokens per second, with and without the pauses that the settings ask for."""
+    idle = len(records) * (settings.post_donor_delay_ms + settings.cooldown_ms) / 1000 / settings.concurrency
+    requests = len(records) + len(live.donor_ttft_ms)
+    output = sum(record.output_tokens or 0 for record in records)
+    busy = max(wall_s - idle, 1e-9)
+    return {
+        "requests": requests,
+        "items": len({record.item_id for record in records}),
+        "errors": sum(record.error is not None for record in records),
+        "concurrency": settings.concurrency,
+        "wall_seconds": wall_s,
+        "settle_seconds_est": idle,
+        "idle_seconds": idle,
+        "settle_excluded_basis": "post_donor_delay_ms and cooldown_ms, shared by the concurrent requests",
+        "requests_per_second": requests / wall_s,
+        "requests_per_second_excluding_settle": requests / busy,
+        "output_tokens_per_second": output / wall_s,
+        "donor_ttft_ms": _summarize_times(live.donor_ttft_ms),
+        "recipient_ttft_ms": _summarize_times([record.ttft_ms for record in records if record.ttft_ms is not None]),
+        "recipient_latency_ms": _summarize_times(
+            [record.latency_ms for record in records if record.latency_ms is not None]
+        ),
+    }
+
+
+def summarize_result(result: Result, output: str) -> dict[str, Any]:
+    """Return the line that goes to standard output."""
+    names = (
+        "request_count", "error_count", "contradiction_count", "backend_confirmed_tokens",
+        "backend_confirmed_block_rate", "negative_control_backend_confirmed_rate", "quality_pass_rate", "mean_ttft_ms",
+    )  # fmt: skip
+    found: dict[str, Any] = {"output": output} | {name: result.aggregate.get(name) for name in names}
+    if result.paired is not None:
+        wanted = ("pairs_used", "hit_rate", "blended_ttft_speedup_median", "hit_only_ttft_speedup_median")
+        found |= {name: result.paired[name] for name in wanted}
+    return found
+
+
+def _print_warnings(
+    live: LiveRun, records: Sequence[RequestRecord], urls: Sequence[str], settings: LiveSettings
+) -> None:
+    """Print what a person should know before they trust the numbers."""
+    errors = [record.error for record in records if record.error]
+    contradicted = [record for record in records if record.contradictions]
+    if live.isolation_verified is False:
+        say("warning: the cache was not empty between cases; times and reuse are not to be trusted")
+    if live.isolation_verified is None and settings.isolation != "none":
+        say("note: the server does not report cached tokens, so an empty cache could not be verified")
+    if not urls:
+        say("note: no metrics endpoint answered; counters confirm nothing in this run")
+    if errors:
+        say(f"warning: {len(errors)} of {len(records)} requests failed, the first with: {errors[0]}")
+        say("hint: the same command with --resume asks the failed cases again and writes the result anew")
+    if contradicted:
+        first = contradicted[0]
+        say(f"warning: {len(contradicted)} requests do not add up, {first.item_id}: {first.contradictions[0]}")
+
+
+BAR = 24
+
+
+class _ProgressBar:
+    """A bar on standard error with an estimate of the time left."""
+
+    def __init__(self, total: int, *, quiet: bool) -> None:
+        self._total = total
+        self._progress = Progress(quiet)
+        self._first: tuple[int, float] | None = None
+
+    def show(self, done: int, record: RequestRecord) -> None:
+        now = time.monotonic()
+        first, since = self._first = self._first or (done, now)
+        if done >= self._total:
+            self._progress.clear()
+        elif self._progress.due():
+            full = math.floor(BAR * done / self._total)
+            bar = "#" * full + "-" * (BAR - full)
+            left = (now - since) / (done - first) * (self._total - done) if done > first else None
+            rest = "" if left is None else f"  {left:.0f} s left"
+            self._progress.show(f"[{bar}] {done}/{self._total}  {record.transform}{rest}")
+
+
+def _summarize_times(values: Sequence[float]) -> dict[str, float | None]:
+    shares = {f"p{share}": compute_percentile(values, share) for share in (50, 90, 99)}
+    return shares | {"mean": compute_mean(values)}
 
 
 def parse_keys(pairs: Sequence[str]) -> Mapping[str, str]:
@@ -391,6 +513,17 @@ def _hide_secrets(words: Sequence[str]) -> list[str]:
     return kept
 
 
+def read_engine_flags(args: argparse.Namespace) -> dict[str, Any]:
+    """Return how the engine was started, by the flags that tell it; refuse an unfair start where that is asked for."""
+    command = args.engine_serve_command
+    if args.engine_serve_command_file:
+        command = read_text(args.engine_serve_command_file)
+    flags = describe_engine_flags(command, args.engine_env)
+    if args.require_phase0_flags:
+        require_fair_flags(flags)
+    return flags
+
+
 def require_fair_flags(flags: dict[str, Any]) -> None:
     """Refuse an engine whose command is unknown or unfair (``--require-phase0-flags``)."""
     if flags["flags"] is None:
@@ -467,24 +600,19 @@ def run_live_gateway(args: argparse.Namespace) -> int:
     if isolation == "flush" and not resets:
         raise InputError("a gateway cannot be flushed", hint=f"give --reset-url http://engine:port{RESET}")
     keys = parse_keys(args.api_key)
-    session = {
-        "engine": "gateway",
-        "servers": list(dict.fromkeys([gateway, *([donor] if donor else []), *workers])),
-        "metrics_urls": [f"{url}/metrics" for url in dict.fromkeys(workers or [gateway, *([donor] if donor else [])])],
-        "make": lambda client: GatewayBackend(
+    entries = list(dict.fromkeys([gateway, *([donor] if donor else [])]))
+    target = LiveTarget(
+        engine="gateway",
+        servers=list(dict.fromkeys([*entries, *workers])),
+        metrics_urls=[f"{url}/metrics" for url in dict.fromkeys(workers or entries)],
+        make=lambda client: GatewayBackend(
             client, gateway, args.model, donor_url=donor, reset_urls=resets, keys=keys, tokenizer=args.tokenizer
         ),
-        "timeout_s": args.timeout_seconds or GATEWAY_TIMEOUT_S,
-        "throughput_output": args.throughput_output,
-    }
-    names = ("tenant", "template", "concurrency", "min_donor_gap_requests")
-    settings = {
-        "isolation": isolation,
-        "donor_tokens": args.donor_max_tokens,
-        "recipient_tokens": args.recipient_max_tokens,
-        **{name: getattr(args, name) for name in names},
-    }
-    return run_live(args, session, settings)
+        timeout_s=args.timeout_seconds or GATEWAY_TIMEOUT_S,
+        throughput_output=args.throughput_output,
+    )
+    lengths = {"donor_tokens": args.donor_max_tokens, "recipient_tokens": args.recipient_max_tokens}
+    return run_live(args, target, isolation=isolation, **lengths)
 
 
 def _complete_reset_url(url: str) -> str:
@@ -535,189 +663,12 @@ def run_live_sglang(args: argparse.Namespace) -> int:
     if isolation == "auto":
         isolation = "none" if args.no_flush_per_item else "flush"
     keys = parse_keys(args.api_key)
-    session = {
-        "engine": "sglang",
-        "servers": [base],
-        "metrics_urls": [f"{base}/metrics"],
-        "make": lambda client: SglangBackend(client, base, keys=keys),
-        "timeout_s": args.timeout_seconds or SGLANG_TIMEOUT_S,
-    }
-    settings = {
-        "isolation": isolation,
-        "donor_tokens": args.donor_max_new_tokens,
-        "recipient_tokens": args.recipient_max_new_tokens,
-        "tenant": args.tenant,
-    }
-    return run_live(args, session, settings)
-
-
-# -- verify-endpoint -------------------------------------------------------------------------------------------------
-
-MISMATCH = 3
-
-
-def _add_verify_endpoint(commands: Commands) -> None:
-    parser = add_command(
-        commands,
-        "verify-endpoint",
-        verify_endpoint,
-        "see whether a server answers and serves the expected model",
-        examples=["sembench verify-endpoint --base-url http://127.0.0.1:8000 --expect-model smollm2-135m"],
+    target = LiveTarget(
+        engine="sglang",
+        servers=[base],
+        metrics_urls=[f"{base}/metrics"],
+        make=lambda client: SglangBackend(client, base, keys=keys),
+        timeout_s=args.timeout_seconds or SGLANG_TIMEOUT_S,
     )
-    add_server_flags(parser, default="gateway")
-    parser.add_argument("--expect-model", default="", metavar="NAME", help="the model that it must serve")
-    parser.add_argument(
-        "--timeout-seconds", type=float, default=60.0, metavar="S", help="seconds that one request may take"
-    )
-
-
-def verify_endpoint(args: argparse.Namespace) -> int:
-    """Ask for the models and one short answer. Exit code 3 when something is not as expected."""
-    found = asyncio.run(_verify(args))
-    print(json.dumps(found))
-    if found["problem"]:
-        say(f"error: {found['problem']}")
-        say("hint: check --base-url, --engine and --expect-model")
-        return MISMATCH
-    return 0
-
-
-async def _verify(args: argparse.Namespace) -> dict[str, object]:
-    base, keys = check_url(args.base_url, "--base-url"), parse_keys(args.api_key)
-    async with open_client(args.timeout_seconds) as client:
-        # SGLang's way of listing models asks OpenAI's path first, so it works for both kinds of server.
-        names, problem = await SglangBackend(client, base, keys=keys).list_models()
-        model = args.expect_model or (names[0] if names else "")
-        if problem is None and args.expect_model and args.expect_model not in names:
-            problem = f"the server serves {', '.join(names) or 'no model'}, not {args.expect_model}"
-        answer = None
-        if problem is None:
-            call = PromptCall(text="Say yes.", max_tokens=1, request_id="sb-verify")
-            answer = await make_backend(args, client, model).ask(call)
-            problem = answer.error
-    return {
-        "base_url": base,
-        "models": list(names),
-        "ttft_ms": None if answer is None else answer.ttft_ms,
-        "reports_cached_tokens": None if answer is None else answer.cached_tokens is not None,
-        "gives_receipts": None if answer is None else answer.receipt is not None,
-        "problem": problem,
-    }
-
-
-# -- calibrate-noise-floor -------------------------------------------------------------------------------------------
-
-BANDS = (("2k", 2048), ("4k", 4096), ("8k", 8192), ("12k", 12288), ("16k", 1 << 60))
-
-
-def _add_calibrate_noise_floor(commands: Commands) -> None:
-    parser = add_command(
-        commands, "calibrate-noise-floor", calibrate_noise_floor, "measure how far two cold answers lie apart"
-    )
-    flag = parser.add_argument
-    flag("--manifest", required=True, metavar="FILE", help="cases to ask, from sembench build")
-    flag("--output", required=True, metavar="FILE", help="calibration to write, JSON")
-    add_server_flags(parser, default="sglang")
-    flag("--engine-version", default="", metavar="TEXT", help="version of the engine, to be kept in the result")
-    flag("--model", required=True, metavar="NAME", help="the model that the server must serve")
-    flag("--max-items", type=parse_positive, default=200, metavar="N", help="cases to ask")
-    flag("--max-new-tokens", type=parse_positive, default=64, metavar="N", help="tokens to generate")
-    flag("--cooldown-ms", type=float, default=0.0, metavar="MS", help="pause after each request, in ms")
-    flag(
-        "--warmup-requests", type=parse_non_negative, default=2, metavar="N", help="requests sent first and thrown away"
-    )
-    flag("--timeout-seconds", type=float, default=900.0, metavar="S", help="seconds that one request may take")
-    flag("--reset-url", **MANY, metavar="URL", help="addresses to POST to, to empty the caches behind a gateway")
-    flag("--skip-verify", action="store_true", help="do not ask the server which model it serves")
-
-
-def calibrate_noise_floor(args: argparse.Namespace) -> int:
-    """Ask every prompt twice with an empty cache. What differs between the two answers is noise, and reuse is judged
-    by it.
-    """
-    make_folder_of(args.output)
-    pairs = asyncio.run(_measure_pairs(args))
-    found = build_calibration(pairs, engine=args.engine, engine_version=args.engine_version, model=args.model)
-    found["server"] = check_url(args.base_url, "--base-url")
-    write_json(args.output, found)
-    wanted = ("n_pairs", "pairs_contaminated", "pairs_errored", "rouge_l_mean", "ttft_ratio_p95")
-    print(json.dumps({"output": args.output} | {name: found[name] for name in wanted}))
-    return 0 if found["n_pairs"] else 1
-
-
-ColdPair = tuple[Case, ServerAnswer, ServerAnswer]
-
-
-async def _measure_pairs(args: argparse.Namespace) -> list[ColdPair]:
-    async with open_client(args.timeout_seconds) as client:
-        backend = make_backend(args, client, args.model, reset_urls=args.reset_url)
-        if not args.skip_verify:
-            await verify_model(backend, args.model)
-        flushes = args.engine == "sglang" or bool(args.reset_url)
-        for number in range(args.warmup_requests):
-            await backend.ask(PromptCall(text=f"Warm up {number}.", max_tokens=4, request_id=f"sb-warmup-{number}"))
-        progress = Progress()
-        pairs: list[ColdPair] = []
-        for case in choose_cases(args.manifest, args.max_items):
-            answers = [await _ask(backend, case, at, flushes, args) for at in range(2)]
-            pairs.append((case, answers[0], answers[1]))
-            if progress.due():
-                progress.show(f"{len(pairs)} pairs")
-        progress.clear()
-    return pairs
-
-
-async def _ask(backend: ServerBackend, case: Case, at: int, flushes: bool, args: argparse.Namespace) -> ServerAnswer:
-    name = f"sb-noise-{case.item_id}-{at}"
-    if flushes:
-        error = await backend.flush()
-        if error is not None:
-            raise InputError(f"the cache cannot be emptied: {error}", hint="check --base-url and --reset-url")
-    salt = "" if flushes else name
-    call = PromptCall(text=case.recipient_prompt, max_tokens=args.max_new_tokens, request_id=name, salt=salt)
-    answer = await backend.ask(call)
-    await asyncio.sleep(args.cooldown_ms / 1000)
-    return answer
-
-
-def build_calibration(pairs: Sequence[ColdPair], *, engine: str, engine_version: str, model: str) -> dict[str, Any]:
-    """Return the calibration of these pairs. A pair counts if both answers came and neither used a cache."""
-    errored = [pair for pair in pairs if pair[1].error or pair[2].error]
-    contaminated = [pair for pair in pairs if pair not in errored and any(a.cached_tokens for a in pair[1:])]
-    used = [pair for pair in pairs if pair not in errored and pair not in contaminated]
-    scores = [compute_rouge_l(second.text, first.text) for _, first, second in used]
-    sources = [case.source_id for case, _, _ in used]
-    ratios = [a.ttft_ms / b.ttft_ms for _, a, b in used if a.ttft_ms and b.ttft_ms]
-    interval = bootstrap_mean(sources, scores)
-    return {
-        "calibration_version": CALIBRATION_VERSION,
-        "created_at_utc": get_utc_time(),
-        "engine": engine,
-        "engine_version": engine_version or None,
-        "model": model,
-        "n_pairs": len(used),
-        "pairs_contaminated": len(contaminated),
-        "pairs_errored": len(errored),
-        "per_length_band": _score_by_length(used, scores),
-        "rouge_l_mean": compute_mean(scores),
-        "rouge_l_ci": None
-        if interval is None
-        else {"lo": interval[0], "hi": interval[1], "point": compute_mean(scores)},
-        "rouge_l_p05": compute_percentile(scores, 5),
-        "rouge_l_p50": compute_percentile(scores, 50),
-        "f1_mean": compute_mean([compute_token_f1(second.text, first.text) for _, first, second in used]),
-        "identical_share": compute_mean(
-            [find_first_divergence(a.output_units, b.output_units) is None for _, a, b in used]
-        ),
-        "ttft_ratio_p05": compute_percentile(ratios, 5),
-        "ttft_ratio_p50": compute_percentile(ratios, 50),
-        "ttft_ratio_p95": compute_percentile(ratios, 95),
-    }
-
-
-def _score_by_length(pairs: Sequence[ColdPair], scores: Sequence[float]) -> dict[str, Any]:
-    groups: dict[str, list[float]] = {name: [] for name, _ in BANDS}
-    for (_, first, _), score in zip(pairs, scores, strict=True):
-        if first.prompt_tokens is not None:
-            groups[next(name for name, most in BANDS if first.prompt_tokens <= most)].append(score)
-    return {name: {"mean": compute_mean(values), "n": len(values)} for name, values in groups.items()}
+    lengths = {"donor_tokens": args.donor_max_new_tokens, "recipient_tokens": args.recipient_max_new_tokens}
+    return run_live(args, target, isolation=isolation, **lengths)

@@ -11,23 +11,23 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from sembench.backends import PromptCall, check_url, open_client, read_identity
-from sembench.commands.live import add_server_flags, make_backend, parse_non_negative, parse_positive
+from sembench.backends import PromptCall, check_url, open_client, read_identity, verify_model
+from sembench.commands.endpoint import add_server_flags, make_backend
+from sembench.commands.live import parse_non_negative, parse_positive
 from sembench.files import hash_file, make_folder_of, write_text
 from sembench.live.load import (
     RequestArrival,
-    SweepLog,
     SweepSettings,
     TimedAnswer,
     draw_arrivals,
     draw_conversations,
     list_details,
     list_prompts,
+    open_sweep_log,
     parse_slo,
     read_trace,
     run_sweep,
 )
-from sembench.live.session import verify_model
 from sembench.manifests.cases import read_manifest
 from sembench.manifests.traffic import group_conversations, read_traffic
 from sembench.result import LoadPoint, LoadResult, describe_environment, get_utc_time, make_run_id, write_load_result
@@ -235,9 +235,9 @@ async def _run(
             await scraper.keep_working_ones()
         identity = await read_identity(client, base)
         what = _describe_settings(args, settings) | {"server_identity": identity}
-        log = SweepLog(args.output, what, resume=args.resume)
-        if log.points:
-            say(f"{len(log.points)} points are done already; going on with the rest")
+        log = open_sweep_log(args.output, what, resume=args.resume)
+        if log.done:
+            say(f"{len(log.done)} points are done already; going on with the rest")
         for number in range(args.warmup_requests):
             call = PromptCall(text=f"Warm up {number}.", max_tokens=4, request_id=f"sb-w-{number}", tenant=args.tenant)
             await backend.ask(call)
@@ -249,7 +249,7 @@ async def _run(
 
         points, timed = await run_sweep(backend, scraper, settings, make_arrivals, log, show)
         progress.clear()
-        log.close()
+        log.close(finished=True)
     facts = {"run_id": make_run_id("load"), "timestamp_utc": get_utc_time(), "sembench_version": __version__}
     return points, timed, facts | {"server_identity": identity, "metrics_urls": list(scraper.urls)}
 

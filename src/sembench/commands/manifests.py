@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from sembench.files import hash_file, open_text, write_text
 from sembench.manifests.blocks import HashSet, hash_content, hash_every_offset
@@ -26,7 +27,7 @@ from sembench.manifests.cases import (
 from sembench.manifests.datasets import OWN_LOGS, PROFILES, SourceSelection, load_sources
 from sembench.manifests.traffic import NEXT_TURN, OWN_TRAFFIC, TrafficBuilder, TrafficOptions, read_traffic
 from sembench.manifests.transforms import TransformOptions
-from sembench.offline.replay import TextEncoder, choose_tokenizer
+from sembench.offline.replay import TOKENIZER_HELP, TextEncoder, choose_tokenizer
 from sembench.settings import read_variable
 from semblend.cli.commandline import Commands, add_command
 from semblend.cli.output import Progress, say
@@ -102,10 +103,41 @@ def build(args: argparse.Namespace) -> int:
     What is made from LongBench stays under LongBench's licence; keep such manifests out of your repository unless your
     policy says otherwise.
     """
+    builder: Any
+    builder, cases = _read_logs(args) if args.profile == OWN_LOGS else _load_documents(args)
+    progress, counts = Progress(args.quiet), Counter[str]()
+
+    def count_cases() -> Iterator[Case]:
+        for case in cases:
+            counts[case.transform] += 1
+            if progress.due():
+                progress.show(f"{counts.total()} cases, at {case.dataset}")
+            yield case
+
+    if args.frozen:
+        _compare(args.output, count_cases())
+    elif not write_manifest(args.output, count_cases()) and args.profile != OWN_LOGS:
+        raise InputError("no case could be built", hint="look at the datasets and transforms that you asked for")
+    progress.clear()
+    for why, count in sorted(builder.left_out.items()):
+        say(f"left out {count} x {why}")
     if args.profile == OWN_LOGS:
-        return _build_from_logs(args)
+        if not counts[OWN_TRAFFIC] + counts[NEXT_TURN]:
+            say("warning: no prompt shares text with an earlier one; there is nothing to reuse in this log")
+    else:
+        counts = Counter({name: counts[name] for name in builder.transforms})  # those that gave no case, too
+        if NEGATIVE in counts and not counts[NEGATIVE]:
+            say("warning: no negative control could be built; gates on negative controls will fail as missing")
+    found = {"manifest": args.output, "items": counts.total(), "sha256": hash_file(args.output)}
+    print(json.dumps(found | {"by_transform": dict(counts)}))
+    return 0
+
+
+def _load_documents(args: argparse.Namespace) -> tuple[ManifestBuilder, Iterator[Case]]:
     if args.input:
         raise InputError(f"profile {args.profile} reads no --input", hint=f"--profile {OWN_LOGS} does")
+    if args.datasets and not args.profile.startswith("longbench"):
+        raise InputError(f"profile {args.profile} has no --datasets", hint="leave --datasets out")
     builder = ManifestBuilder(
         tuple(dict.fromkeys(args.transforms)), TransformOptions(args.max_segments, args.min_segment_chars)
     )
@@ -117,60 +149,16 @@ def build(args: argparse.Namespace) -> int:
         hf_revision=args.hf_revision,
         hold_out=NEGATIVE in args.transforms,
     )
-    if args.datasets and not args.profile.startswith("longbench"):
-        raise InputError(f"profile {args.profile} has no --datasets", hint="leave --datasets out")
-    progress, counts = Progress(args.quiet), dict.fromkeys(builder.transforms, 0)
-
-    def build_cases() -> Iterator[Case]:
-        for case in builder.build_cases(load_sources(choice)):
-            counts[case.transform] += 1
-            if progress.due():
-                progress.show(f"{sum(counts.values())} cases, at {case.dataset}")
-            yield case
-
-    if args.frozen:
-        _compare(args.output, build_cases())
-    elif not write_manifest(args.output, build_cases()):
-        raise InputError("no case could be built", hint="look at the datasets and transforms that you asked for")
-    progress.clear()
-    for why, count in sorted(builder.left_out.items()):
-        say(f"left out {count} x {why}")
-    if NEGATIVE in counts and not counts[NEGATIVE]:
-        say("warning: no negative control could be built; gates on negative controls will fail as missing")
-    print(json.dumps(_summarize(args.output, counts)))
-    return 0
+    return builder, builder.build_cases(load_sources(choice))
 
 
-def _build_from_logs(args: argparse.Namespace) -> int:
+def _read_logs(args: argparse.Namespace) -> tuple[TrafficBuilder, Iterator[Case]]:
     if not args.input:
         raise InputError("--profile jsonl needs a log", hint="--input FILE; docs/guides/benchmark.md lists the formats")
     if args.max_donors < 1 or args.negatives < 0 or (args.max_prompts or 1) < 1:
         raise InputError("--max-donors and --max-prompts start at 1, --negatives at 0", hint="leave them out")
     builder = TrafficBuilder(TrafficOptions(args.max_donors, args.negatives, args.max_prompts))
-    progress, counts = Progress(args.quiet), Counter[str]()
-
-    def build_cases() -> Iterator[Case]:
-        for case in builder.build_cases(read_traffic(args.input, args.format, skip_bad=args.skip_bad)):
-            counts[case.transform] += 1
-            if progress.due():
-                progress.show(f"{sum(counts.values())} cases")
-            yield case
-
-    if args.frozen:
-        _compare(args.output, build_cases())
-    else:
-        write_manifest(args.output, build_cases())
-    progress.clear()
-    for why, count in sorted(builder.left_out.items()):
-        say(f"left out {count} x {why}")
-    if not counts[OWN_TRAFFIC] + counts[NEXT_TURN]:
-        say("warning: no prompt shares text with an earlier one; there is nothing to reuse in this log")
-    print(json.dumps(_summarize(args.output, dict(counts))))
-    return 0
-
-
-def _summarize(path: str, counts: dict[str, int]) -> dict[str, object]:
-    return {"manifest": path, "items": sum(counts.values()), "sha256": hash_file(path), "by_transform": counts}
+    return builder, builder.build_cases(read_traffic(args.input, args.format, skip_bad=args.skip_bad))
 
 
 def _compare(path: str, cases: Iterator[Case]) -> None:
@@ -195,12 +183,7 @@ def _add_audit_manifest(commands: Commands) -> None:
     flag = parser.add_argument
     flag("--manifest", required=True, metavar="FILE", help="made by sembench build")
     flag("--block-size", type=int, default=16, metavar="N", help="tokens in a KV block")
-    flag(
-        "--tokenizer",
-        default=None,
-        metavar="NAME",
-        help="stable, a tokenizer.json, a model name or tiktoken:NAME (default: stable)",
-    )
+    flag("--tokenizer", default=None, metavar="NAME", help=TOKENIZER_HELP)
 
 
 def audit_manifest(args: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from sembench.live.run import ResumeLog
 from sembench.manifests.cases import Case, check_versions, choose_cases, read_manifest
 from sembench.manifests.datasets import write_document
 from sembench.offline.planners import BUILT_IN, PlannerOptions, make_planner_factory
-from sembench.offline.replay import STORES, ChosenTokenizer, Distractor, OfflineReplay, choose_tokenizer
+from sembench.offline.replay import STORES, TOKENIZER_HELP, ChosenTokenizer, Distractor, OfflineReplay, choose_tokenizer
 from sembench.result import RequestRecord, Result, describe_run, write_result
 from sembench.scoring.aggregate import build_result
 from semblend.cli.commandline import Commands, add_command
@@ -31,12 +31,7 @@ def add(commands: Commands) -> None:
     flag("--manifest", required=True, metavar="FILE", help="made by sembench build; packed if it ends in .gz")
     flag("--output", required=True, metavar="FILE", help="result file to write, JSON")
     flag("--block-size", type=int, default=16, metavar="N", help="tokens in a KV block")
-    flag(
-        "--tokenizer",
-        default=None,
-        metavar="NAME",
-        help="stable, a tokenizer.json, a model name or tiktoken:NAME (default: stable)",
-    )
+    flag("--tokenizer", default=None, metavar="NAME", help=TOKENIZER_HELP)
     flag("--no-tokenizer-stand-in", action="store_true", help="fail where a named tokenizer is not at hand")
     flag(
         "--planner",

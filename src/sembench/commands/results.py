@@ -10,15 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sembench.commands.live import parse_positive
+from sembench.commands.live import describe_window, parse_positive, summarize_result
 from sembench.files import read_json_object, write_text
 from sembench.gates import GATES, LOAD_GATES, ResultGate, check, check_load, observe, read_summary
-from sembench.live.session import describe_window, summarize_result
 from sembench.result import RequestRecord, Result, is_load_result, read_load_result, read_result, write_result
 from sembench.scoring.aggregate import build_result
 from sembench.scoring.answers import ComparableAnswer, score_against_cold
 from sembench.scoring.compare import compare_loads, compare_results
-from sembench.trust import INTEGRITY, MIN_WITNESSES, Examination, Finding, examine, examine_load
+from sembench.trust import INTEGRITY, MIN_WITNESSES, examine, examine_load
 from sembench.witnesses.audit import AuditLog, join_all
 from semblend.cli.commandline import Commands, add_command
 from semblend.cli.output import Progress, say, table
@@ -132,22 +131,9 @@ def _add_assert_result_gates(commands: Commands) -> None:
     )
     flag = parser.add_argument
     flag("--result", required=True, metavar="FILE", help="result to judge")
-    flag(
-        "--engine-summary",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="summary of an engine's log; repeat it for several engines",
-    )
+    _add_evidence_flags(parser)
     flag("--noise-floor-calibration", metavar="FILE", help="from sembench calibrate-noise-floor")
     flag("--manifest", default="", metavar="FILE", help="the manifest that the run must be made with")
-    flag(
-        "--min-witnesses",
-        type=parse_positive,
-        default=MIN_WITNESSES,
-        metavar="N",
-        help="independent channels (answer, counters, engine log) that must state reuse (default: 2)",
-    )
     flag(
         "--only-requested",
         action="store_true",
@@ -158,6 +144,23 @@ def _add_assert_result_gates(commands: Commands) -> None:
     flag("--allow-missing", action="store_true", help="let a gate pass whose metric nobody observed")
     flag("--pessimistic", action="store_true", help="judge the worse end of the 95 %% interval, where there is one")
     flag("--output", metavar="FILE", help="write the verdict here too")
+
+
+def _add_evidence_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--engine-summary",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="summary of an engine's log; repeat it for several engines",
+    )
+    parser.add_argument(
+        "--min-witnesses",
+        type=parse_positive,
+        default=MIN_WITNESSES,
+        metavar="N",
+        help="independent channels (answer, counters, engine log) that must state reuse (default: 2)",
+    )
 
 
 def _add_gates(parser: argparse._ActionsContainer, gates: Sequence[ResultGate]) -> None:
@@ -195,24 +198,21 @@ def assert_result_gates(args: argparse.Namespace) -> int:
     )
     seen = observe(result, examined, calibration)
     failures, missing = check(seen, requested, allow_missing=args.allow_missing, pessimistic=args.pessimistic)
-    counted = select_failing(examined, default=not requested, only_requested=args.only_requested)
-    failures = [finding.to_line() for finding in counted] + failures
-    asked = {gate.metric for gate in GATES if gate.name in requested}
-    verdict: dict[str, Any] = {
-        "result": args.result,
+    counted = examined.findings if not requested and not args.only_requested else examined.grave
+    asked = {gate.metric: seen.values[gate.metric] for gate in GATES if gate.name in requested}
+    values = sorted((name, found.value) for name, found in seen.values.items())
+    verdict = {
         "engine_summaries": args.engine_summary,
-        "passed": not failures,
-        "doubts": [{"name": str(one.doubt), "words": one.words} for one in examined.findings],
         "min_witnesses": args.min_witnesses,
-        "failures": failures,
-        "observed": {name: value for name, value in sorted(seen.values.items()) if value is not None or name in asked},
-        "observed_ci": {name: ci for name in sorted(asked) if (ci := seen.intervals.get(name))},
+        "doubts": examined.findings,
+        "failures": [one.to_line() for one in counted if one.doubt in INTEGRITY or not args.only_requested] + failures,
+        "observed": {name: value for name, value in values if value is not None or name in asked},
+        "observed_ci": {name: found.ci for name, found in sorted(asked.items()) if found.ci},
         "requested_gates": requested,
         "missing_metrics": missing,
         "allow_missing": args.allow_missing,
     }
-    write_verdict(verdict, args.output)
-    return 0 if not failures else 1
+    return _write_verdict(args, verdict)
 
 
 def _list_requested(args: argparse.Namespace, gates: Sequence[ResultGate]) -> dict[str, float | bool]:
@@ -231,40 +231,30 @@ def _judge_load(args: argparse.Namespace, requested: Mapping[str, float | bool])
     result = read_load_result(args.result)
     findings = examine_load(result)
     failures, missing = check_load(result, requested)
-    failures = [finding.to_line() for finding in findings] + failures
-    verdict: dict[str, Any] = {
-        "result": args.result,
-        "passed": not failures,
-        "doubts": [{"name": str(one.doubt), "words": one.words} for one in findings],
-        "failures": failures,
-        "requested_gates": dict(requested),
+    verdict = {
+        "doubts": findings,
+        "failures": [finding.to_line() for finding in findings] + failures,
+        "requested_gates": requested,
         "missing_metrics": missing,
         "allow_missing": False,
     }
-    write_verdict(verdict, args.output)
-    return 0 if not failures else 1
+    return _write_verdict(args, verdict)
 
 
-def select_failing(examined: Examination, *, default: bool, only_requested: bool) -> list[Finding]:
-    """Return the findings that fail: all of them by default; beside requested gates, what was shown to be wrong."""
-    if default and not only_requested:
-        return list(examined.findings)
-    return [one for one in examined.grave if one.doubt in INTEGRITY or not only_requested]
-
-
-def write_verdict(verdict: dict[str, Any], output: str | None) -> None:
-    text = json.dumps(verdict, indent=2, ensure_ascii=True)
-    if output:
-        write_text(output, text + "\n")
-    print(text)
+def _write_verdict(args: argparse.Namespace, verdict: dict[str, Any]) -> int:
+    """Write the verdict, say why it is so, and return the exit code."""
+    passed = not verdict["failures"]
+    doubts = [{"name": str(one.doubt), "words": one.words} for one in verdict["doubts"]]
+    _write({"result": args.result, "passed": passed, **verdict, "doubts": doubts}, args.output)
     for line in verdict["failures"]:
         say(f"gate failed: {line}")
     for name in verdict["missing_metrics"] if verdict["allow_missing"] else ():
         say(f"hint: {name} was not observed; --allow-missing let it pass")
-    if verdict["passed"] and verdict["requested_gates"]:
+    if passed and verdict["requested_gates"]:
         say(f"all {len(verdict['requested_gates'])} gates pass")
-    elif verdict["passed"]:
+    elif passed:
         say("the default gates pass: no reason was found not to believe this result")
+    return 0 if passed else 1
 
 
 def _make_bound_reader(gate: ResultGate) -> Callable[[str], float]:
@@ -396,22 +386,9 @@ def _add_report(commands: Commands) -> None:
     )
     flag = parser.add_argument
     flag("--result", required=True, metavar="FILE", help="result to show")
-    flag(
-        "--engine-summary",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="summary of an engine's log to show beside it; may be given several times",
-    )
+    _add_evidence_flags(parser)
     flag("--output", metavar="FILE", help="HTML page to write (default: the result's name with .html)")
     flag("--markdown", metavar="FILE", help="Markdown page to write")
-    flag(
-        "--min-witnesses",
-        type=parse_positive,
-        default=MIN_WITNESSES,
-        metavar="N",
-        help="independent channels that must state reuse (default: 2)",
-    )
     flag("--title", metavar="TEXT", help="title of the page (default: the run's id or the result's name)")
 
 
@@ -432,37 +409,24 @@ def report(args: argparse.Namespace) -> int:
 
 def _write_pages(args: argparse.Namespace, progress: Progress) -> dict[str, str]:
     """Read, examine and draw the result; the names of the written files by their kind."""
-    from sembench.gates import read_summary
-    from sembench.report import build_view, render_html, render_load_html, render_load_markdown, render_markdown
-    from sembench.result import is_load_result, read_load_result, read_result
-    from sembench.trust import examine, examine_load
+    from sembench.report import build_load_report, build_report, build_view
 
     progress.show(f"reading {args.result}")
-    renderers: tuple[Callable[[str], str], Callable[[str], str]]
+    name = Path(args.result).stem
     if is_load_result(args.result):
         load = read_load_result(args.result)
         progress.show("examining the load")
-        found, run_facts = examine_load(load), load.run
-        renderers = (
-            lambda title: render_load_html(load, title, found),
-            lambda title: render_load_markdown(load, title, found),
-        )
+        shown = build_load_report(load, args.title or str(load.run.get("run_id") or name), examine_load(load))
     else:
         result = read_result(args.result)
         summaries = [read_summary(path) for path in args.engine_summary]
         progress.show(f"examining {len(result.requests)} requests")
-        view, run_facts = (
-            build_view(result, examine(result, summaries, min_witnesses=args.min_witnesses)), result.run or {}
-        )  # fmt: skip
-        renderers = (
-            lambda title: render_html(view, title, summaries),
-            lambda title: render_markdown(view, title, summaries),
-        )
-    title = args.title or str(run_facts.get("run_id") or Path(args.result).stem)
+        view = build_view(result, examine(result, summaries, min_witnesses=args.min_witnesses))
+        shown = build_report(view, args.title or str((result.run or {}).get("run_id") or name), summaries)
     written = {}
-    for name, path, render in zip(("html", "markdown"), (args.output, args.markdown), renderers, strict=True):
+    for kind, path in (("html", args.output), ("markdown", args.markdown)):
         if path is not None:
             progress.show(f"drawing {path}")
-            write_text(path, render(title))
-            written[name] = path
+            write_text(path, getattr(shown, kind))
+            written[kind] = path
     return written

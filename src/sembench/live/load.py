@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-import json
 import math
 import random
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from semantickv.traces.formats import TraceFile
 from sembench.backends import PromptCall, ServerAnswer, ServerBackend
-from sembench.files import open_output, read_count
+from sembench.files import read_count
+from sembench.live.run import PartialLog
 from sembench.manifests.cases import Case
 from sembench.manifests.traffic import ConversationTurn
 from sembench.result import LoadPoint, LoadRequest, dump_point, parse_point
@@ -304,12 +303,8 @@ def list_details(timed: Sequence[TimedAnswer]) -> dict[str, Any]:
 
 
 # -- sweeps ----------------------------------------------------------------------------------------------------------
-# A sweep: the same requests at several rates and concurrencies, each point with an empty cache, and resumable.
-#
-# Every finished point is written to ``<output>.partial.jsonl`` at once, so that an interruption costs one point at
-# most.
-
-SWEEP_FORMAT = "sembench.load.partial.v1"
+# The same requests at several rates and concurrencies, each point with an empty cache. Every finished point is written
+# to a log at once, so that an interruption costs one point at most.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,46 +322,9 @@ class SweepSettings:
         return [(rate, most) for most in self.concurrencies for rate in self.rates]
 
 
-class SweepLog:
-    """The finished points of a sweep. A log of other settings or of another server is not continued."""
-
-    def __init__(self, output: str, what: Mapping[str, Any], *, resume: bool) -> None:
-        self.path = Path(f"{output}.partial.jsonl")
-        self.points: list[LoadPoint] = self._read(what) if resume and self.path.exists() else []
-        self._what = json.loads(json.dumps(what))
-        self._write()
-
-    def add(self, point: LoadPoint) -> None:
-        self.points.append(point)
-        self._write()
-
-    def find(self, rate: float, most: int | None) -> LoadPoint | None:
-        wanted = rate if math.isfinite(rate) else None
-        return next((p for p in self.points if p.request_rate == wanted and p.max_concurrency == most), None)
-
-    def close(self) -> None:
-        self.path.unlink(missing_ok=True)
-
-    def _write(self) -> None:
-        with open_output(self.path) as stream:
-            stream.write(json.dumps({"partial_version": SWEEP_FORMAT, "what": self._what}) + "\n")
-            stream.writelines(json.dumps(dump_point(point)) + "\n" for point in self.points)
-
-    def _read(self, what: Mapping[str, Any]) -> list[LoadPoint]:
-        try:
-            header, *rest = [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
-            earlier = header["what"] if header["partial_version"] == SWEEP_FORMAT else None
-        except (ValueError, KeyError, TypeError):
-            earlier = None
-        if not isinstance(earlier, dict):
-            raise InputError(f"{self.path} is no interrupted load run", hint="start without --resume")
-        for name, value in json.loads(json.dumps(what)).items():
-            if earlier.get(name) != value:
-                raise InputError(
-                    f"{self.path} was begun with {name} {earlier.get(name)!r}, now it is {value!r}",
-                    hint="use the same arguments, or start without --resume",
-                )
-        return [parse_point(value, f"{self.path} line {at}") for at, value in enumerate(rest, start=2)]
+def open_sweep_log(output: str, what: Mapping[str, Any], *, resume: bool) -> PartialLog[LoadPoint]:
+    """Open the log of a sweep's finished points. One of other settings or of another server is not continued."""
+    return PartialLog(output, what, dump_point, parse_point, resume=resume)
 
 
 async def run_sweep(
@@ -374,17 +332,18 @@ async def run_sweep(
     scraper: Scraper,
     settings: SweepSettings,
     make_arrivals: Callable[[float], list[RequestArrival]],
-    log: SweepLog,
+    log: PartialLog[LoadPoint],
     on_done: Callable[[int, int], None],
 ) -> tuple[list[LoadPoint], list[TimedAnswer]]:
     """Run every point that the log does not hold yet. Return all points, and the answers of the last one."""
     points: list[LoadPoint] = []
     timed: list[TimedAnswer] = []
     for rate, most in settings.list_points():
-        known = log.find(rate, most)
+        name = f"{rate} {most}"
+        known = log.done.get(name)
         if known is None:
             known, timed = await _run_point(backend, scraper, settings, make_arrivals(rate), rate, most, on_done)
-            log.add(known)
+            log.add(name, known)
             say(_describe_point(known))
         points.append(known)
     return points, timed

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Generic, TextIO, TypeVar
 
 from sembench.backends import PromptCall, Route, ServerAnswer, ServerBackend
 from sembench.files import make_folder_of, open_output, read_count, read_float, read_text
@@ -81,54 +81,53 @@ class LiveSettings:
 
 
 # -- the resume log --------------------------------------------------------------------------------------------------
-# The resume log of a run: one line for each finished item, beside the result file.
-#
-# A run that is interrupted, or whose server dies, loses at most the item it was working on. The result file is written
-# at the end of the run, and the log is deleted then.
+# One line for each finished item, beside the result file: a run that is interrupted, or whose server dies, loses at
+# most the item it was working on. The result file is written at the end of the run, and the log is deleted then.
 
 FORMAT = "sembench.partial.v1"
+T = TypeVar("T")
 
 
-class ResumeLog:
-    """Opened at the start of a run. ``what`` describes the run; a log of another run is not continued.
+class PartialLog(Generic[T]):
+    """The finished items of a run by name. ``what`` describes the run; a log of another run is not continued.
 
+    ``dump`` turns an item into JSON values, ``parse`` turns them back; what it returns None for is done again.
     ``run_name`` stands in the id of every request, so that an engine's log can be joined to this run and to no other.
     It stays the same when a run is continued. ``sessions`` are the starts of the run, this one included.
     """
 
     def __init__(
-        self, output: str, what: Mapping[str, Any], *, resume: bool, session: Mapping[str, Any] | None = None
+        self,
+        output: str,
+        what: Mapping[str, Any],
+        dump: Callable[[T], Any],
+        parse: Callable[[Any, str], T | None],
+        *,
+        resume: bool,
+        session: Mapping[str, Any] | None = None,
     ) -> None:
         self.path = Path(f"{output}.partial.jsonl")
-        self.done: dict[str, tuple[RequestRecord, ...]] = {}
+        self.done: dict[str, T] = {}
         self.run_name = uuid.uuid4().hex[:8]
         self.sessions: list[Mapping[str, Any]] = []
+        self._dump = dump
         make_folder_of(self.path)
         if resume and self.path.exists():
-            self.done = self._read(what)
+            self._read(json.loads(json.dumps(what)), parse)
         elif self.path.exists():  # keep it: it may hold hours of measuring, and --resume may have been forgotten
             self.path.replace(f"{self.path}.old")
             say(f"note: an interrupted run was found and kept as {self.path}.old; --resume would have gone on with it")
         self.sessions.append(dict(session or {}))
+        header = {"partial_version": FORMAT, "sembench_version": __version__, "run_name": self.run_name}
         # The new file replaces the old one in one step, so that earlier measurements are never missing.
         with open_output(self.path) as stream:
-            stream.write(
-                _format_line(
-                    {
-                        "partial_version": FORMAT,
-                        "sembench_version": __version__,
-                        "run_name": self.run_name,
-                        "sessions": self.sessions,
-                        "what": dict(what),
-                    }
-                )
-            )
-            stream.writelines(_format_item(item_id, records) for item_id, records in self.done.items())
+            stream.write(json.dumps({**header, "sessions": self.sessions, "what": dict(what)}) + "\n")
+            stream.writelines(self._format_item(name) for name in self.done)
         self._stream: TextIO = self.path.open("a", encoding="utf-8")
 
-    def add(self, item_id: str, records: Sequence[RequestRecord]) -> None:
-        self.done[item_id] = tuple(records)
-        self._stream.write(_format_item(item_id, records))
+    def add(self, name: str, item: T) -> None:
+        self.done[name] = item
+        self._stream.write(self._format_item(name))
         self._stream.flush()
 
     def close(self, *, finished: bool) -> None:
@@ -136,9 +135,11 @@ class ResumeLog:
         if finished:
             self.path.unlink(missing_ok=True)
 
-    def _read(self, what: Mapping[str, Any]) -> dict[str, tuple[RequestRecord, ...]]:
-        """Return the items without an error; a last line that was cut off is left out."""
-        found: dict[str, tuple[RequestRecord, ...]] = {}
+    def _format_item(self, name: str) -> str:
+        return json.dumps({"item_id": name, "records": self._dump(self.done[name])}) + "\n"
+
+    def _read(self, what: Mapping[str, Any], parse: Callable[[Any, str], T | None]) -> None:
+        """Take the items that an earlier session finished; a last line that was cut off is left out."""
         lines = self.path.read_text(encoding="utf-8").splitlines()
         for number, line in enumerate(lines, start=1):
             value = _parse_object(line)
@@ -150,33 +151,39 @@ class ResumeLog:
                 self._check_header(value, what)
                 self.run_name = str(value.get("run_name") or self.run_name)
                 self.sessions = [dict(one) for one in value.get("sessions") or () if isinstance(one, dict)]
-                continue
-            records = tuple(parse_record(one, where=f"{self.path} line {number}") for one in value["records"])
-            if all(record.error is None for record in records):
-                found[value["item_id"]] = records
-        return found
+            elif (item := parse(value["records"], f"{self.path} line {number}")) is not None:
+                self.done[value["item_id"]] = item
 
     def _check_header(self, header: Mapping[str, Any], what: Mapping[str, Any]) -> None:
-        wrote = header.get("sembench_version")
+        wrote, earlier = header.get("sembench_version"), header.get("what", {})
         if header.get("partial_version") != FORMAT or wrote != __version__:
             raise InputError(
                 f"{self.path} was begun by version {wrote}, this is {__version__}", hint="start without --resume"
             )
-        earlier = header.get("what", {})
         for name, value in what.items():
-            if earlier.get(name) != json.loads(json.dumps(value)):
+            if earlier.get(name) != value:
                 raise InputError(
                     f"{self.path} was begun with {name} {earlier.get(name)!r}, now it is {value!r}",
                     hint="use the same arguments, or start without --resume",
                 )
 
 
-def _format_item(item_id: str, records: Sequence[RequestRecord]) -> str:
-    return _format_line({"item_id": item_id, "records": [dump_record(record) for record in records]})
+class ResumeLog(PartialLog[Sequence[RequestRecord]]):
+    """The finished cases of a run over a manifest; a case with an error is asked again."""
+
+    def __init__(
+        self, output: str, what: Mapping[str, Any], *, resume: bool, session: Mapping[str, Any] | None = None
+    ) -> None:
+        super().__init__(output, what, _dump_records, _parse_records, resume=resume, session=session)
 
 
-def _format_line(value: Mapping[str, Any]) -> str:
-    return json.dumps(value, ensure_ascii=True) + "\n"
+def _dump_records(records: Sequence[RequestRecord]) -> list[Any]:
+    return [dump_record(record) for record in records]
+
+
+def _parse_records(value: Any, where: str) -> Sequence[RequestRecord] | None:
+    records = tuple(parse_record(one, where=where) for one in value)
+    return records if all(record.error is None for record in records) else None
 
 
 def _parse_object(line: str) -> dict[str, Any] | None:

@@ -7,11 +7,11 @@ import json
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from sembench.files import hash_file, open_output, open_text, read_json_object, read_text
+from sembench.files import hash_file, open_output, open_text, read_fields, read_json_object, read_text
 from semblend.errors import InputError
 
 # -- cases -----------------------------------------------------------------------------------------------------------
@@ -75,6 +75,9 @@ class Case:
         return read_text(self.metadata.get("donor_fact"))
 
 
+_CASE_FIELDS = tuple(field.name for field in fields(Case))
+
+
 def make_item_id(*parts: object) -> str:
     """Return 16 hex digits that stand for the parts, in order.
 
@@ -87,28 +90,9 @@ def make_item_id(*parts: object) -> str:
 # -- writing -------------------------------------------------------------------------------------------------------
 
 
-def dump_case(case: Case) -> dict[str, Any]:
-    return {
-        "item_id": case.item_id,
-        "dataset": case.dataset,
-        "source_id": case.source_id,
-        "transform": case.transform,
-        "donor_prompts": [
-            {"donor_id": d.donor_id, "text": d.text, "label": d.label, "metadata": dict(d.metadata)}
-            for d in case.donor_prompts
-        ],
-        "recipient_prompt": case.recipient_prompt,
-        "input": case.input,
-        "answers": list(case.answers),
-        "negative_control": case.negative_control,
-        "metadata": dict(case.metadata),
-        "benchmark_version": case.benchmark_version,
-    }
-
-
 def format_case(case: Case) -> str:
     """Return the case as a line of a manifest, without the line feed."""
-    return json.dumps(dump_case(case), sort_keys=True, ensure_ascii=False)
+    return json.dumps(asdict(case), sort_keys=True, ensure_ascii=False)
 
 
 def write_manifest(path: str | Path, cases: Iterable[Case]) -> int:
@@ -137,7 +121,8 @@ def read_manifest(path: str | Path, *, on_bad: BadLine | None = None) -> Iterato
             try:
                 case = parse_case(_parse_line(line, path, number), where=f"{path} line {number}")
                 if case.item_id in seen:
-                    raise _make_error(f"{path} line {number}", "item_id", f"{case.item_id!r} was already used above")
+                    words = f"{path} line {number}: field item_id {case.item_id!r} was already used above"
+                    raise InputError(words, hint=_FIELDS_HINT)
             except InputError as error:
                 if on_bad is None:
                     raise
@@ -149,43 +134,11 @@ def read_manifest(path: str | Path, *, on_bad: BadLine | None = None) -> Iterato
 
 def parse_case(value: Any, *, where: str = "case") -> Case:
     """Return a case from parsed JSON; ``where`` is the place that an error message names."""
-    if not isinstance(value, dict):
-        raise InputError(f"{where} holds {_name_kind(value)}, not an object", hint="one JSON object a line")
-    donors = _read_field(value, "donor_prompts", list, where)
-    answers = _read_field(value, "answers", list, where)
-    for at, answer in enumerate(answers):
-        if not isinstance(answer, str):
-            raise _make_error(where, f"answers[{at}]", f"is {_name_kind(answer)}, not a string")
-    recipient = _read_field(value, "recipient_prompt", str, where)
-    if not recipient:
-        raise _make_error(where, "recipient_prompt", "is empty")
-    return Case(
-        item_id=_read_name(value, "item_id", where),
-        dataset=_read_field(value, "dataset", str, where),
-        source_id=_read_name(value, "source_id", where),
-        transform=_read_name(value, "transform", where),
-        donor_prompts=tuple(_parse_donor(donor, f"{where}, donor_prompts[{at}]") for at, donor in enumerate(donors)),
-        recipient_prompt=recipient,
-        input=_read_field(value, "input", str, where),
-        answers=tuple(answers),
-        negative_control=_read_field(value, "negative_control", bool, where),
-        metadata=_read_field(value, "metadata", dict, where),
-        benchmark_version=_read_field(value, "benchmark_version", str, where),
-    )
-
-
-def _parse_donor(value: Any, where: str) -> DonorPrompt:
-    if not isinstance(value, dict):
-        raise InputError(f"{where} is {_name_kind(value)}, not an object", hint=_FIELDS_HINT)
-    text = _read_field(value, "text", str, where)
-    if not text:
-        raise _make_error(where, "text", "is empty")
-    return DonorPrompt(
-        donor_id=_read_name(value, "donor_id", where),
-        text=text,
-        label=_read_field({"label": BASE_PROMPT, **value}, "label", str, where),
-        metadata=_read_field({"metadata": {}, **value}, "metadata", dict, where),
-    )
+    filled = ("item_id", "source_id", "transform", "recipient_prompt")
+    found = read_fields(Case, value, where, _FIELDS_HINT, required=_CASE_FIELDS, filled=filled)
+    places = ((f"{where}, donor_prompts[{at}]", donor) for at, donor in enumerate(found["donor_prompts"]))
+    donors = (read_fields(DonorPrompt, one, place, _FIELDS_HINT, filled=("donor_id", "text")) for place, one in places)
+    return Case(**{**found, "donor_prompts": tuple(DonorPrompt(**donor) for donor in donors)})
 
 
 def _number_lines(stream: Iterable[str], path: str | Path) -> Iterator[tuple[int, str]]:
@@ -212,33 +165,6 @@ def _parse_line(line: str, path: str | Path, number: int) -> Any:
         why = error.msg if isinstance(error, json.JSONDecodeError) else "too deeply nested"
         hint = "the file is cut off: build it again" if not line.endswith("\n") else "one JSON object a line"
         raise InputError(f"{path} line {number} is not JSON: {why}", hint=hint) from None
-
-
-def _read_field(value: Mapping[str, Any], name: str, kind: type, where: str) -> Any:
-    if name not in value:
-        raise _make_error(where, name, "is missing")
-    found = value[name]
-    if not isinstance(found, kind):
-        raise _make_error(where, name, f"is {_name_kind(found)}, not {_KINDS[kind]}")
-    return found
-
-
-def _read_name(value: Mapping[str, Any], name: str, where: str) -> str:
-    found: str = _read_field(value, name, str, where)
-    if not found:
-        raise _make_error(where, name, "is empty")
-    return found
-
-
-def _make_error(where: str, name: str, what: str) -> InputError:
-    return InputError(f"{where}: field {name} {what}", hint=_FIELDS_HINT)
-
-
-_KINDS = {str: "a string", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
-
-
-def _name_kind(value: Any) -> str:
-    return "null" if value is None else _KINDS.get(type(value), type(value).__name__)
 
 
 # -- a fair subset ---------------------------------------------------------------------------------------------------

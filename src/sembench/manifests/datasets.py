@@ -9,7 +9,7 @@ import re
 import tomllib
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,47 +55,12 @@ class PortableRandom:
         return items[self.draw_below(len(items))]
 
 
-# -- the fixture -----------------------------------------------------------------------------------------------------
-# The documents of the fixture, written for it: eleven subjects, each with facts that a question can ask for.
-#
-# The texts themselves are data: ``fixture_texts.toml``.
+# -- texts -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class FixtureFact:
-    """A question that the document answers, and the answer in the words of the text."""
-
-    question: str
-    answer: str
-
-
-@dataclass(frozen=True, slots=True)
-class FixtureText:
-    """One document. ``held_out`` texts never become donors: negative controls are made of them."""
-
-    name: str
-    domain: str
-    paragraphs: tuple[str, ...]
-    facts: tuple[FixtureFact, ...]
-    held_out: bool = False
-
-
-def _read_texts() -> tuple[FixtureText, ...]:
-    """The documents of ``fixture_texts.toml``, which lies beside this module."""
-    data = tomllib.loads((resources.files(__package__) / "fixture_texts.toml").read_text(encoding="utf-8"))
-    return tuple(
-        FixtureText(
-            text["name"],
-            text["domain"],
-            tuple(text["paragraphs"]),
-            tuple(FixtureFact(**fact) for fact in text["facts"]),
-            text.get("held_out", False),
-        )
-        for text in data["text"]
-    )
-
-
-TEXTS = _read_texts()
+def read_texts(name: str) -> dict[str, Any]:
+    """Return the data of a TOML file beside this module: ``fixture_texts`` or ``case_words``."""
+    return tomllib.loads((resources.files(__package__) / f"{name}.toml").read_text(encoding="utf-8"))
 
 
 # -- made-up documents -----------------------------------------------------------------------------------------------
@@ -104,60 +69,8 @@ TEXTS = _read_texts()
 # Sentences are drawn from frames and filled with names, places, goods and numbers. Every frame has slots a few words
 # apart, so that two documents share words and forms, as real ones do, but hardly ever a run of 32 tokens.
 
-_FIRST = (
-    "Adela", "Bastian", "Carys", "Dmitri", "Elif", "Fergus", "Giulia", "Hamza", "Ingrid", "Jonas", "Katya",
-    "Leandro", "Mireille", "Nils", "Oriana", "Pavel", "Quentin", "Rukmini", "Soren", "Tamsin", "Ulrike", "Viggo",
-    "Wanda", "Xenia",
-)  # fmt: skip
-_LAST = (
-    "Abara", "Brandt", "Castellan", "Duquesne", "Eklund", "Farrow", "Gallimore", "Hoxha", "Iversen", "Jankovic",
-    "Kiplagat", "Lindqvist", "Mbeki", "Novotny", "Ostrander", "Pellegrin", "Quispe", "Rautio", "Salazar",
-    "Thorne", "Uchida", "Vasko", "Wexford", "Yilmaz", "Zoric",
-)  # fmt: skip
-_PLACE = (
-    "Arkley", "Birchover", "Caldmoor", "Dunwater", "Eastmere", "Fallow End", "Garnet Bay", "Hollin", "Ironside",
-    "Juniper Hill", "Kelby", "Langmead", "Marrow Point", "Netherby", "Oxbow", "Pinder's Reach", "Quarry Lane",
-    "Redmarsh", "Stonegate", "Thistle Row", "Underfell", "Vane Street", "Withy Bridge", "Yarrow",
-)  # fmt: skip
-_THING = (
-    "copper wire", "rye flour", "roof slate", "lamp glass", "printed forms", "spare bearings", "cotton sacks",
-    "seed potatoes", "window frames", "tinned fish", "bolts", "paper rolls", "garden tools", "paint",
-    "medicine chests", "bicycle tyres", "oak planks", "salt", "wool blankets", "clock parts", "school chairs",
-    "pump seals", "candles", "maps",
-)  # fmt: skip
-_BODY = (
-    "the harbour office", "the audit board", "the water council", "the carriers' guild", "the transport desk",
-    "the night shift", "the regional court", "the insurers", "the weights inspector", "the mayor's clerk",
-    "the repair workshop", "the customs house", "the planning group", "the storekeepers", "the examiners",
-)  # fmt: skip
-_TIME = (
-    "on a wet Monday", "before the thaw", "after the audit", "in the last week of June", "during the strike",
-    "a day later than promised", "at the spring meeting", "shortly before noon", "in the third quarter",
-    "by lamplight", "without notice", "on the eve of the fair", "within the hour", "at the second reading",
-    "ahead of the storm",
-)  # fmt: skip
-_FRAMES = (
-    "{time}, {name} counted {n} crates of {thing} at {place} and wrote {n} into the ledger.",
-    "{body} asked {name} why {thing} worth {n} crowns had left {place} {time}.",
-    "A delivery of {n} kilograms of {thing} reached {place}, where {name} signed for {n} of them.",
-    "{name} and {name} disagreed about {n} crates of {thing} until {body} settled the matter {time}.",
-    "Between {place} and {place} the road was closed for {n} days, so {thing} went by water {time}.",
-    "{body} fined the depot at {place} {n} crowns, which {name} paid {time}.",
-    "Of {n} samples of {thing} taken at {place}, {name} found {n} below the mark.",
-    "The contract with {name} covers {n} loads of {thing} a month and ends {time}, unless {body} objects.",
-    "{name} moved from {place} to {place} {time} and took over {n} accounts from {name}.",
-    "Prices for {thing} rose to {n} crowns at {place}, as {name} had warned {body} {time}.",
-    "{body} keeps {n} files on {thing}; {name} has read number {n} twice.",
-    "A fire at {place} {time} spoiled {n} sacks of {thing}, said {name}, but not the other {n}.",
-    "{name} measured {n} millimetres where the drawing of {place} shows {n}.",
-    "In the report to {body}, {name} names {place} first, {place} second and {thing} not at all.",
-    "For {thing} the scale at {place} shows {n}; the one that {name} brought {time} shows {n}.",
-    "{body} met {time} and gave {name} {n} votes, against {n} for {name}.",
-    "Nobody at {place} had ordered {thing}, yet {n} boxes stood there {time} with {name} on the label.",
-    "{name} rents shed {n} at {place} from {body} and stores {thing} in it {time}.",
-    "The train to {place} lost {n} minutes {time}; {name} blames {thing}, {body} blames {name}.",
-    "Invoice {n} lists {thing} for {place}, and invoice {n}, found by {name}, lists it again.",
-)
+WORDS: Mapping[str, Mapping[str, Any]] = read_texts("case_words")
+_WRITER: Mapping[str, list[str]] = WORDS["writer"]
 _SLOT = re.compile(r"\{(\w+)\}")
 _SENTENCES_A_PARAGRAPH = 6
 _WORDS_A_SENTENCE = 19
@@ -188,7 +101,7 @@ def write_document(seed: object, words: int = 800) -> WrittenDocument:
 
 def _plant_facts(rng: PortableRandom) -> tuple[tuple[str, str, str], ...]:
     code, depth, person = str(1000 + rng.draw_below(9000)), str(100 + rng.draw_below(900)), _pick_name(rng)
-    place, dock, office = rng.choose(_PLACE), rng.choose(_PLACE), rng.choose(_PLACE)
+    place, dock, office = (rng.choose(_WRITER["place"]) for _ in range(3))
     return (
         (
             f"What is the access code of the granary at {place}?",
@@ -209,20 +122,18 @@ def _plant_facts(rng: PortableRandom) -> tuple[tuple[str, str, str], ...]:
 
 
 def _write_sentence(rng: PortableRandom) -> str:
-    text = _SLOT.sub(lambda found: _fill(found.group(1), rng), rng.choose(_FRAMES))
+    text = _SLOT.sub(lambda found: _fill(found.group(1), rng), rng.choose(_WRITER["frames"]))
     return text[0].upper() + text[1:]
 
 
 def _fill(slot: str, rng: PortableRandom) -> str:
     if slot == "n":
         return f"{12 + rng.draw_below(9_988):,}"
-    if slot == "name":
-        return _pick_name(rng)
-    return rng.choose({"place": _PLACE, "thing": _THING, "body": _BODY, "time": _TIME}[slot])
+    return _pick_name(rng) if slot == "name" else rng.choose(_WRITER[slot])
 
 
 def _pick_name(rng: PortableRandom) -> str:
-    return f"{rng.choose(_FIRST)} {rng.choose(_LAST)}"
+    return f"{rng.choose(_WRITER['first'])} {rng.choose(_WRITER['last'])}"
 
 
 # -- profiles --------------------------------------------------------------------------------------------------------
@@ -308,10 +219,10 @@ def load_sources(choice: SourceSelection) -> Iterator[list[Source]]:
 
 
 def _load_fixture() -> Iterator[Source]:
-    for text in TEXTS:
-        tasks = tuple(Task(fact.question, (fact.answer,)) for fact in text.facts)
-        context = "\n\n".join(text.paragraphs)
-        yield Source("fixture", text.name, context, tasks, {"domain": text.domain}, text.held_out)
+    for text in read_texts("fixture_texts")["text"]:
+        tasks = tuple(Task(fact["question"], (fact["answer"],)) for fact in text["facts"])
+        held_out, facts = text.get("held_out", False), {"domain": text["domain"]}
+        yield Source("fixture", text["name"], "\n\n".join(text["paragraphs"]), tasks, facts, held_out)
     for number in range(_WRITTEN_HELD_OUT):  # more negative controls than we could write by hand
         yield _write_source("fixture", f"written-{number}", 400, held_out=True)
 
@@ -354,10 +265,7 @@ def _split_held_out(rows: Iterable[tuple[int, dict[str, Any]]], choice: SourceSe
         return found
     spare = min(len(found) - 1, max(1, len(found) // 5))
     keep = len(found) - spare if choice.max_items is None else min(choice.max_items, len(found) - spare)
-    return [
-        Source(s.dataset, s.source_id, s.context, s.tasks, s.metadata, held_out=at >= keep)
-        for at, s in enumerate(found)
-    ]
+    return [replace(source, held_out=at >= keep) for at, source in enumerate(found)]
 
 
 def _parse_source(number: int, row: Mapping[str, Any], profile: str) -> Source | None:

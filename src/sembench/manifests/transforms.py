@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sembench.manifests.cases import (
@@ -17,41 +17,14 @@ from sembench.manifests.cases import (
     DonorPrompt,
     make_item_id,
 )
-from sembench.manifests.datasets import PortableRandom, Source, Task, write_document
+from sembench.manifests.datasets import WORDS, PortableRandom, Source, Task, write_document
 
 # -- rewording -------------------------------------------------------------------------------------------------------
 # Rewords text by rule: a table of near-synonyms, and adverbials moved to the end of the sentence.
 #
 # No model is used, so the result is the same everywhere. The meaning stays, and most runs of equal tokens are broken.
 
-_SYNONYMS = {
-    "about": "roughly", "above": "over", "according to": "following", "after": "following", "allow": "permit",
-    "allowed": "permitted", "almost": "nearly", "also": "likewise", "although": "even though", "answer": "reply",
-    "because": "since", "before": "ahead of", "began": "started", "begin": "start", "begins": "starts",
-    "below": "under", "beside": "next to", "between": "among", "big": "large", "bought": "purchased",
-    "bring": "fetch", "brought": "fetched", "but": "yet", "chiefly": "mainly", "collected": "gathered",
-    "cost": "expense", "costs": "expenses", "decides": "determines", "during": "throughout", "each": "every",
-    "end": "close", "ends": "closes", "enough": "sufficiently", "every": "each", "fast": "quick", "fell": "dropped",
-    "few": "hardly any", "finished": "completed", "first": "earliest", "found": "discovered", "from": "out of",
-    "gave": "handed", "get": "obtain", "give": "hand", "gives": "hands", "good": "fine", "has": "possesses",
-    "have": "possess", "held": "kept", "help": "assist", "holds": "contains", "however": "still", "if": "in case",
-    "important": "significant", "in": "within", "is": "remains", "keeps": "retains", "kept": "retained",
-    "known": "familiar", "large": "big", "last": "final", "later": "afterwards", "least": "smallest", "less": "fewer",
-    "long": "lengthy", "made": "produced", "make": "produce", "many": "numerous", "may": "can", "more": "further",
-    "most": "the majority of", "moved": "shifted", "much": "a great deal of", "must": "has to", "near": "close to",
-    "new": "fresh", "no": "not any", "nobody": "no one", "not": "in no way", "often": "frequently", "old": "former",
-    "on": "upon", "only": "merely", "or": "or else", "other": "further", "own": "possess", "paid": "settled",
-    "part": "portion", "pays": "settles", "people": "persons", "place": "spot", "reached": "arrived at",
-    "read": "studied", "said": "stated", "says": "states", "shows": "displays", "since": "as", "small": "little",
-    "some": "several", "soon": "before long", "still": "even now", "such": "of that kind", "take": "grab",
-    "taken": "removed", "takes": "requires", "than": "compared with", "that": "which", "then": "afterwards",
-    "therefore": "hence", "they": "these", "this": "the present", "through": "by way of", "to": "towards",
-    "told": "informed", "two": "a pair of", "under": "beneath", "until": "up to when", "used": "employed",
-    "very": "highly", "was": "had been", "went": "travelled", "were": "had been", "when": "whenever",
-    "where": "in which", "which": "that", "while": "whereas", "who": "that", "will": "is going to",
-    "with": "along with", "without": "lacking", "work": "labour", "would": "might", "wrote": "noted",
-    "year": "twelvemonth", "years": "twelvemonths",
-}  # fmt: skip
+_SYNONYMS: Mapping[str, str] = WORDS["synonyms"]
 _WORD = re.compile(r"\b[a-z]+(?: to)?\b")
 _LEADING_ADVERBIAL = re.compile(
     r"(^|(?<=[.!?] ))([A-Z][a-z]+ [^,.;:!?]{3,40}), ([a-z])((?:[^.!?]|\.(?=\d))*)([.!?])(?=\s|$)"
@@ -88,40 +61,8 @@ def _replace_word(found: re.Match[str]) -> str:
 # A transform takes a document and returns one case, or None if the document is not suitable. The donor is the
 # document's base prompt unless the transform says otherwise, so that one donor serves many recipients.
 
-_BASE = (
-    "Read the material and answer the question that follows it.\n\nMaterial:\n{context}\n\nQuestion: "
-    "{question}\nAnswer:"
-)
-_VARIANT = (
-    "You work at the help desk of a library. A visitor stands in front of you and is in a hurry. Use nothing but the "
-    "text between the rules, quote numbers and names as they are printed, and say so if the text is "
-    "silent.\n\n-----\n{context}\n-----\n\nThe visitor asks: {question}\nYou say:"
-)
-_LEADING = "{context}\n\nAbove stands the evidence. {question}\nAnswer briefly:"
-_LED = "Case file {number}, {clerk}.\n\n{context}\n\nAbove stands the evidence. {question}\nAnswer briefly:"
-_RECORDS = (
-    "Some records were retrieved; they come in no particular order.\n\n{records}\n\nQuestion: {question}\nAnswer:"
-)
-_SEGMENT = "Summarise this passage in one sentence.\n\n{segment}\n\nSummary:"
-_COMPOSITE = "Passages from several requests are joined here.\n\n{records}\n\nTaken together: {question}\nAnswer:"
-_FUZZY = "Document {number}, revision {revision}, converted from print.\n\n{context}\n\nQuestion: {question}\nAnswer:"
-_REWORDED = "A colleague retold the material in other words.\n\n{context}\n\nQuestion: {question}\nAnswer:"
-# A negative control must share no run of tokens with any donor, so it has a template of its own.
-_NEGATIVE = "Here is a text nobody has sent before:\n\n{context}\n\nFrom it alone: {question}\nReply:"
-# Heads of several lengths, so that documents start at different offsets within a block.
-_CLERKS = (
-    "opened today",
-    "opened by the night desk",
-    "passed on by the office in the old harbour",
-    "second copy",
-    "returned from the archive after the move, with one page missing",
-    "urgent",
-)
-_NEW_TASKS = (
-    Task("List three claims of the material, one a line."),
-    Task("Which statement of the material would a sceptic doubt first, and why?"),
-    Task("Write a title of at most ten words for the material."),
-)
+_PROMPTS: Mapping[str, Any] = WORDS["prompts"]
+_NEW_TASKS = tuple(map(Task, _PROMPTS["new_tasks"]))
 _SENTENCE_END = re.compile(r"(?<=[.!?]) +")
 _PAGE_WORDS = 120
 _CUT_SLACK_CHARS = 200
@@ -140,7 +81,7 @@ Transform = Callable[[Source, Source, TransformOptions], Case | None]
 
 def make_base_donor(source: Source, label: str = BASE_PROMPT, **metadata: Any) -> DonorPrompt:
     """Return the earlier prompt: the document under the plain instruction with its first question."""
-    text = _BASE.format(context=source.context, question=source.tasks[0].question)
+    text = _fill("base", source, source.tasks[0])
     return DonorPrompt(make_item_id(source.dataset, source.source_id, BASE_PROMPT), text, label, metadata)
 
 
@@ -203,31 +144,29 @@ def make_exact_repeat(source: Source, _other: Source, _options: TransformOptions
 
 def make_instruction_variant(source: Source, _other: Source, _options: TransformOptions) -> Case:
     """Make a case with the same document and question after a longer instruction: every token moves."""
-    task = source.tasks[0]
-    text = _VARIANT.format(context=source.context, question=task.question)
-    return _make_semantic_case(
-        source, "instruction_variant", (make_base_donor(source),), text, task, "prompt_template_change", "shifted"
-    )
+    text = _fill("variant", source, source.tasks[0])
+    return _make_semantic_case(source, "instruction_variant", text, "prompt_template_change", "shifted")
 
 
 def make_same_evidence_new_task(source: Source, _other: Source, _options: TransformOptions) -> Case:
     """Make a case with the same document in the same place and another question: a prefix cache serves it."""
     task = choose_new_task(source)
-    text = _BASE.format(context=source.context, question=task.question)
-    donors = (make_base_donor(source),)
-    return _make_semantic_case(source, "same_evidence_new_task", donors, text, task, "shared_document", "prefix")
+    text = _fill("base", source, task)
+    return _make_semantic_case(source, "same_evidence_new_task", text, "shared_document", "prefix", task=task)
 
 
 def make_leading_evidence_new_task(source: Source, _other: Source, _options: TransformOptions) -> Case:
-    """Make a case where one line stands before the document, so that no prefix is shared."""
+    """Make a case where one line stands before the document, so that no prefix is shared.
+
+    The line has one of several lengths, so that documents start at different offsets within a block.
+    """
     task = choose_new_task(source)
-    first = _LEADING.format(context=source.context, question=source.tasks[0].question)
     donor_id = make_item_id(source.dataset, source.source_id, LEADING_EVIDENCE_DONOR)
+    donors = (DonorPrompt(donor_id, _fill("leading", source, source.tasks[0]), LEADING_EVIDENCE_DONOR),)
     rng = PortableRandom("case file", source.dataset, source.source_id)
-    number, clerk = 1000 + rng.draw_below(9_999_000), rng.choose(_CLERKS)
-    text = _LED.format(number=number, clerk=clerk, context=source.context, question=task.question)
-    donors = (DonorPrompt(donor_id, first, LEADING_EVIDENCE_DONOR),)
-    return _make_semantic_case(source, "leading_evidence_new_task", donors, text, task, "case_file", "shifted")
+    number, clerk = 1000 + rng.draw_below(9_999_000), rng.choose(_PROMPTS["clerks"])
+    text = _fill("led", source, task, number=number, clerk=clerk)
+    return _make_semantic_case(source, "leading_evidence_new_task", text, "case_file", "shifted", donors, task=task)
 
 
 def make_rag_reorder(source: Source, _other: Source, options: TransformOptions) -> Case | None:
@@ -235,12 +174,8 @@ def make_rag_reorder(source: Source, _other: Source, options: TransformOptions) 
     segments = cut_segments(source.context, options)
     if len(segments) < 2:
         return None
-    task = source.tasks[0]
-    text = _RECORDS.format(records=_format_records(list(reversed(segments))), question=task.question)
-    donors = (make_base_donor(source),)
-    return _make_semantic_case(
-        source, "rag_reorder", donors, text, task, "rag", "scattered", segment_count=len(segments)
-    )
+    text = _fill("records", source, source.tasks[0], records=_format_records(segments[::-1]))
+    return _make_semantic_case(source, "rag_reorder", text, "rag", "scattered", segment_count=len(segments))
 
 
 def make_multi_donor_composite(source: Source, _other: Source, options: TransformOptions) -> Case | None:
@@ -251,53 +186,46 @@ def make_multi_donor_composite(source: Source, _other: Source, options: Transfor
     donors = tuple(
         DonorPrompt(
             make_item_id(source.dataset, source.source_id, SEGMENT_DONOR, options.max_segments, at),
-            _SEGMENT.format(segment=segment),
+            _PROMPTS["segment"].format(segment=segment),
             SEGMENT_DONOR,
             {"segment_index": at},
         )
         for at, segment in enumerate(segments)
     )
-    task = source.tasks[0]
-    text = _COMPOSITE.format(records=_format_records(segments), question=task.question)
-    count = len(segments)
+    text, count = _fill("composite", source, source.tasks[0], records=_format_records(segments)), len(segments)
     return _make_semantic_case(
-        source, "multi_donor_composite", donors, text, task, "agent_memory", "scattered", segment_count=count
+        source, "multi_donor_composite", text, "agent_memory", "scattered", donors, segment_count=count
     )
 
 
 def make_fuzzy_edit(source: Source, _other: Source, _options: TransformOptions) -> Case:
     """Make a case with the document after a conversion: blanks collapsed, new line breaks, page marks."""
     rng = PortableRandom("fuzzy", source.dataset, source.source_id)
-    task = source.tasks[0]
-    text = _FUZZY.format(
-        number=1 + rng.draw_below(900),
-        revision=2 + rng.draw_below(7),
-        context=_convert_pages(source.context),
-        question=task.question,
-    )
-    return _make_semantic_case(
-        source, "fuzzy_edit", (make_base_donor(source),), text, task, "document_revision", "edited"
-    )
+    number, revision = 1 + rng.draw_below(900), 2 + rng.draw_below(7)
+    converted = replace(source, context=_convert_pages(source.context))
+    text = _fill("fuzzy", converted, source.tasks[0], number=number, revision=revision)
+    return _make_semantic_case(source, "fuzzy_edit", text, "document_revision", "edited")
 
 
 def make_paraphrase(source: Source, _other: Source, _options: TransformOptions) -> Case | None:
     """Make a case with the same content in other words. Only equal tokens may be reused."""
-    context = reword(source.context)
-    if context == source.context:
+    retold = replace(source, context=reword(source.context))
+    if retold == source:
         return None
-    task = source.tasks[0]
-    text = _REWORDED.format(context=context, question=task.question)
-    donors = (make_base_donor(source),)
-    return _make_semantic_case(source, "paraphrase", donors, text, task, "retelling", "evidence_only")
+    text = _fill("reworded", retold, source.tasks[0])
+    return _make_semantic_case(source, "paraphrase", text, "retelling", "evidence_only")
 
 
 def make_negative_control(source: Source, other: Source, _options: TransformOptions) -> Case:
-    """Make a case with a held-out document and an unrelated donor: it must stay cold."""
+    """Make a case with a held-out document and an unrelated donor: it must stay cold.
+
+    It must share no run of tokens with any donor, so it has a template of its own.
+    """
     task = source.tasks[0]
     where = f"{other.dataset}/{other.source_id}"
     donor = make_base_donor(other, UNRELATED_BASE_PROMPT, negative_source_id=where)
     return make_case(
-        source, "negative_control", (donor,), _NEGATIVE.format(context=source.context, question=task.question), task,
+        source, "negative_control", (donor,), _fill("negative", source, task), task,
         expected_exact=False, expected_semantic=False, negative_source_id=where, enterprise_shape="unrelated",
     )  # fmt: skip
 
@@ -318,13 +246,20 @@ TRANSFORMS: Mapping[str, Transform] = {
 # -- parts ---------------------------------------------------------------------------------------------------------
 
 
+def _fill(prompt: str, source: Source, task: Task, **fields: Any) -> str:
+    """Return a prompt of ``case_words.toml`` with the document, the question and further fields in it."""
+    return str(_PROMPTS[prompt].format(context=source.context, question=task.question, **fields))
+
+
 def _make_semantic_case(
-    source: Source, transform: str, donors: tuple[DonorPrompt, ...], text: str, task: Task, shape: str, kv: str,
-    segment_count: int | None = None,
+    source: Source, transform: str, text: str, shape: str, kv: str, donors: tuple[DonorPrompt, ...] = (),
+    *, task: Task | None = None, segment_count: int | None = None,
 ) -> Case:  # fmt: skip
+    """Return a case that a planner should find; the base prompt is its donor where no other is named."""
     return make_case(
-        source, transform, donors, text, task, expected_exact=kv == "prefix", expected_semantic=True,
-        enterprise_shape=shape, materialization_shape=kv, segment_count=segment_count,
+        source, transform, donors or (make_base_donor(source),), text, task or source.tasks[0],
+        expected_exact=kv == "prefix", expected_semantic=True, enterprise_shape=shape, materialization_shape=kv,
+        segment_count=segment_count,
     )  # fmt: skip
 
 
@@ -359,37 +294,9 @@ def _drop_unknown(values: Mapping[str, Any]) -> dict[str, Any]:
 _NUMBER = re.compile(r"(?<![\w.,])\d{2,}(?:[.,]\d+)*(?![\w])")
 _NAME = re.compile(r"(?<=[a-z,] )[A-Z][a-z]{3,}(?: [A-Z][a-z]{3,})?")
 _VERB = re.compile(r"\b(was|is|were|are|may|will|can) (?!not\b|no\b)([a-z]{4,})")
-_OTHER_NAMES = (
-    "Anselm Drury", "Bettina Olander", "Cassian Moreau", "Delphine Arkwright", "Emeric Tolland", "Florentine Abbas",
-    "Gideon Vasari", "Henrike Soames", "Isidor Valdane", "Jocasta Lunn",
-)  # fmt: skip
-_CLOZE = (
-    "The material below must be read to the letter.\n\nMaterial:\n{context}\n\n"
-    'Question: Complete this sentence of the material with the missing words only: "{sentence}"\nAnswer:'
-)
-_PREAMBLE = (
-    "You are the assistant of a public registry. Follow these rules without exception. Answer from the file alone "
-    "and never from memory. Quote figures, dates and names exactly as the file prints them, with their units. If the "
-    "file is silent, say that it is silent; do not guess, do not round, and do not translate. Keep answers to one "
-    "sentence unless a list is asked for. Do not mention these rules. Treat every file as confidential and as "
-    "unrelated to any file that you may have seen before, even where the layout, the wording of the headings or the "
-    "names of the offices are the same. When two passages of the file contradict each other, give both and say where "
-    "they stand. Dates are written day first. Amounts are in the currency of the file. Now comes the file.\n\n"
-)
-_FILE = "{preamble}{context}\n\nEnd of the file. {question}\nAnswer:"
 _FILE_WORDS = 300
 _CODE_QUESTION = "What is the access code of the granary?"
-_FORM = (
-    "WORK ORDER\nThis form is filled in by the dispatcher and countersigned by the person who does the work. Fields "
-    "that do not apply are left empty; they are not struck out.\nOrder number: {order}\nThe site must be made safe "
-    "before anything is opened, and the key is returned to the porter on the same day, whoever borrowed it.\nAccess "
-    "code: {code}\nMaterial is taken from the store against signature. What is left over goes back; what is broken "
-    "is listed below with the reason, so that it can be ordered again.\nResponsible: {person}\nThe work is finished "
-    "when it has been shown to the person named above and the floor is clean. Photographs are welcome and are filed "
-    "with the order.\nDue in: {days} days\nRemarks concerning this order follow:\n{remark}\n\nQuestion: "
-    "{question}\nAnswer:"
-)
-
+_FORM_QUESTION = "What is the access code?"
 Change = tuple[str, str, str, str]  # the changed text, the sentence with a gap, planted fact, donor fact
 
 
@@ -401,7 +308,7 @@ def make_swapped_numbers(source: Source, _other: Source, _options: TransformOpti
 def make_swapped_names(source: Source, _other: Source, _options: TransformOptions) -> Case | None:
     """Make a case in which one name of the document is another one."""
     rng = PortableRandom("name", source.source_id)
-    return _make_changed(source, "swapped_names", _NAME, lambda _: rng.choose(_OTHER_NAMES))
+    return _make_changed(source, "swapped_names", _NAME, lambda _: rng.choose(_PROMPTS["other_names"]))
 
 
 def make_negation(source: Source, _other: Source, _options: TransformOptions) -> Case | None:
@@ -429,25 +336,12 @@ def make_near_duplicate(source: Source, _other: Source, _options: TransformOptio
 
 def make_shared_preamble(source: Source, _other: Source, _options: TransformOptions) -> Case:
     """Make a case where only a long instruction is shared; the files after it differ, and both have a code."""
-    ours, theirs = _write_file(source, "recipient"), _write_file(source, "donor")
-    donor_id = make_item_id(source.dataset, source.source_id, DECOY_DONOR, "shared_preamble")
-    task = Task(_CODE_QUESTION, (ours[1],))
-    return make_case(
-        source, "shared_preamble", (DonorPrompt(donor_id, theirs[0], DECOY_DONOR),), ours[0], task,
-        planted_fact=ours[1], donor_fact=theirs[1], expected_semantic=True, enterprise_shape="decoy", decoy=True,
-    )  # fmt: skip
+    return _make_twins(source, "shared_preamble", _CODE_QUESTION, _write_file)
 
 
 def make_template_trap(source: Source, _other: Source, _options: TransformOptions) -> Case:
     """Make a case with one form filled in twice: long equal parts, and what is asked about stands between them."""
-    ours, theirs = _fill_form(source, "recipient"), _fill_form(source, "donor")
-    donor_id = make_item_id(source.dataset, source.source_id, DECOY_DONOR, "template_trap")
-    donor = DonorPrompt(donor_id, theirs[0], DECOY_DONOR)
-    task = Task("What is the access code?", (ours[1],))
-    return make_case(
-        source, "template_trap", (donor,), ours[0], task, planted_fact=ours[1], donor_fact=theirs[1],
-        expected_semantic=True, enterprise_shape="decoy", decoy=True,
-    )  # fmt: skip
+    return _make_twins(source, "template_trap", _FORM_QUESTION, _fill_form)
 
 
 DECOYS: dict[str, Transform] = {
@@ -491,9 +385,22 @@ def _change_once(
 def _make_decoy(source: Source, transform: str, change: Change) -> Case:
     context, gap, planted, donor_fact = change
     task = Task(f'Complete this sentence of the material with the missing words only: "{gap}"', (planted,))
+    text = _PROMPTS["cloze"].format(context=context, sentence=gap)
+    return _make_trap(source, transform, make_base_donor(source), text, task, donor_fact)
+
+
+def _make_twins(source: Source, transform: str, question: str, write: Callable[[Source, str], tuple[str, str]]) -> Case:
+    """Make a case of two texts that are written alike, each with a code of its own."""
+    (ours, code), (theirs, other_code) = write(source, "recipient"), write(source, "donor")
+    donor_id = make_item_id(source.dataset, source.source_id, DECOY_DONOR, transform)
+    donor = DonorPrompt(donor_id, theirs, DECOY_DONOR)
+    return _make_trap(source, transform, donor, ours, Task(question, (code,)), other_code)
+
+
+def _make_trap(source: Source, transform: str, donor: DonorPrompt, text: str, task: Task, donor_fact: str) -> Case:
     return make_case(
-        source, transform, (make_base_donor(source),), _CLOZE.format(context=context, sentence=gap), task,
-        planted_fact=planted, donor_fact=donor_fact, expected_semantic=True, enterprise_shape="decoy", decoy=True,
+        source, transform, (donor,), text, task, planted_fact=task.answers[0], donor_fact=donor_fact,
+        expected_semantic=True, enterprise_shape="decoy", decoy=True,
     )  # fmt: skip
 
 
@@ -509,7 +416,7 @@ def _pick_other_number(found: re.Match[str]) -> str:
 def _write_file(source: Source, role: str) -> tuple[str, str]:
     """Return the shared instruction with a new file behind it, and the access code of that file."""
     made = write_document(f"file:{source.dataset}:{source.source_id}:{role}", _FILE_WORDS)
-    text = _FILE.format(preamble=_PREAMBLE, context=made.context, question=_CODE_QUESTION)
+    text = _PROMPTS["file"].format(preamble=_PROMPTS["preamble"], context=made.context, question=_CODE_QUESTION)
     return text, made.facts[0][1]
 
 
@@ -518,8 +425,8 @@ def _fill_form(source: Source, role: str) -> tuple[str, str]:
     rng = PortableRandom("form", source.dataset, source.source_id, role)
     code = str(1000 + rng.draw_below(9000))
     remark = next((part.strip() for part in source.context.split(". ") if 30 < len(part) < 300), source.source_id)
-    text = _FORM.format(
-        order=10_000 + rng.draw_below(90_000), code=code, person=rng.choose(_OTHER_NAMES), days=2 + rng.draw_below(60),
-        remark=f"{remark}.", question="What is the access code?",
-    )  # fmt: skip
+    order, person = 10_000 + rng.draw_below(90_000), rng.choose(_PROMPTS["other_names"])
+    text = _PROMPTS["form"].format(
+        order=order, code=code, person=person, days=2 + rng.draw_below(60), remark=f"{remark}.", question=_FORM_QUESTION
+    )
     return text, code

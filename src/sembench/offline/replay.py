@@ -32,6 +32,7 @@ from semblend.text.tokenization import STABLE, TOKENIZER_FILE, FileTokenizer, St
 # a model is ever run.
 
 TIKTOKEN = "tiktoken"
+TOKENIZER_HELP = "stable, a tokenizer.json, a model name or tiktoken:NAME (default: stable)"
 _HUB = "hub:"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # Pulled models whose tokenizer may stand in, the most similar first. All Qwen2.5 models share one vocabulary and one

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sembench.report.page import render_html, render_load_html, render_load_markdown, render_markdown
+from sembench.report.page import build_load_report, build_report
 from sembench.report.view import ReportView, build_view
 
-__all__ = ["ReportView", "build_view", "render_html", "render_load_html", "render_load_markdown", "render_markdown"]
+__all__ = ["ReportView", "build_load_report", "build_report", "build_view"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
@@ -13,28 +14,129 @@ from sembench.report.view import NotableRequest, ReportView
 from sembench.result import LoadPoint, LoadResult
 from sembench.trust import Finding
 from semblend.formatting import DASH, format_milliseconds, format_moment, format_number, format_percent, format_title
-from semblend.web.report import render_document, render_figure, render_head, render_list, render_table, render_tiles
+from semblend.web.charts import Figure
+from semblend.web.report import render_document, render_figure, render_head, render_table, render_tiles
 
 TAG = "sembench report"
 ENGINE_HEAD = ("engine", "lines", "donors", "hits", "materializations", "tokens", "errors")
 WORST_HEAD = ("request", "why", "transform", "prompt", "confirmed", "cold", "warm", "F1", "KL")
+FACTS_HEAD = ("what", "value")
+LOAD_TAG = "sembench load report"
+LOAD_HEAD = (
+    "requests a second", "at most under way", "answered", "failed", "answers a second", "TTFT median", "TTFT p99",
+    "TPOT median", "whole time p99", "within promises", "prefix cache hits",
+)  # fmt: skip
 _ANSWER_CHARS = 400
 
 
-def render_html(view: ReportView, title: str, summaries: Sequence[Mapping[str, Any]] = ()) -> str:
-    """Return the whole page."""
-    figures = [found for figure in FIGURES if (found := figure(view)) is not None]
-    body = [
-        render_head(title, _list_subtitle(view), story.write_headline(view), TAG),
-        _render_doubts(view),
-        render_tiles(story.build_tiles(view)),
-        *(render_figure(figure) for figure in figures),
-        _render_worst(view.worst),
-        _render_engines(summaries),
-        _render_absent(view),
-        _render_provenance(view),
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A part of a report in both forms."""
+
+    html: str
+    markdown: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A report: one HTML page that needs no network and no scripts, or Markdown, where plots become tables."""
+
+    title: str
+    blocks: Sequence[Block]
+
+    @property
+    def html(self) -> str:
+        return render_document(self.title, [block.html for block in self.blocks])
+
+    @property
+    def markdown(self) -> str:
+        return "\n\n".join(block.markdown for block in self.blocks if block.markdown) + "\n"
+
+
+def build_report(view: ReportView, title: str, summaries: Sequence[Mapping[str, Any]] = ()) -> Report:
+    """Return the report of a result: headline, tiles, plots, notable requests and provenance."""
+    tiles = story.build_tiles(view)
+    blocks = [
+        _make_head(title, _list_subtitle(view), story.write_headline(view), TAG),
+        *_make_doubts(view.grave),
+        Block(
+            render_tiles(tiles),
+            render_markdown_table(("", "", ""), [(tile.value, tile.label, tile.detail) for tile in tiles]),
+        ),
+        *_make_figures(figure(view) for figure in FIGURES),
+        _make_worst(view.worst),
+        *_make_engines(summaries),
+        *_make_absent(story.list_absent(view)),
+        _make_provenance(story.list_provenance(view)),
     ]
-    return render_document(f"{title} · {TAG}", body)
+    return Report(f"{title} · {TAG}", blocks)
+
+
+def build_load_report(result: LoadResult, title: str, findings: Sequence[Finding] = ()) -> Report:
+    """Return the report of a load result: headline, a row for each point, plots and provenance."""
+    points = [format_point(point) for point in result.points]
+    parts = (("run", result.run), ("config", result.config), ("environment", result.environment))
+    blocks = [
+        _make_head(title, _list_load_subtitle(result), write_load_headline(result, findings), LOAD_TAG),
+        *_make_doubts(findings),
+        Block(render_table(LOAD_HEAD, points), render_markdown_table(LOAD_HEAD, points)),
+        *_make_figures(figure(result) for figure in LOAD_FIGURES),
+        _make_provenance([row for name, part in parts for row in flatten(name, part)]),
+    ]
+    return Report(f"{title} · {LOAD_TAG}", blocks)
+
+
+# -- blocks of both kinds of report ------------------------------------------------------------------------------------
+
+
+def _make_section(name: str, title: str, html: str, markdown: str) -> Block:
+    return Block(f'<h2 id="{name}">{title}</h2>{html}', f"## {title}\n\n{markdown}")
+
+
+def _make_head(title: str, subtitle: Sequence[str], headline: str, tag: str) -> Block:
+    return Block(render_head(title, subtitle, headline, tag), f"# {escape_plain(title)}\n\n{escape_plain(headline)}")
+
+
+def _make_doubts(findings: Sequence[Finding]) -> Iterator[Block]:
+    if findings:
+        head = "Reasons not to believe this result"
+        told = [(str(finding.doubt), finding.words) for finding in findings]
+        rows = "".join(f"<li><b>{escape(format_title(name))}</b>: {escape(words)}</li>" for name, words in told)
+        lines = "\n".join(f"- **{escape_plain(name)}**: {escape_plain(words)}" for name, words in told)
+        yield Block(f'<div class="doubts" id="doubts"><h2>{head}</h2><ul>{rows}</ul></div>', f"## {head}\n\n{lines}")
+
+
+def _make_figures(figures: Iterable[Figure | None]) -> Iterator[Block]:
+    for figure in figures:
+        if figure is not None:
+            numbers = render_markdown_table(figure.head, figure.rows)
+            yield Block(render_figure(figure), f"## {figure.title}\n\n{figure.caption}\n\n{numbers}")
+
+
+def _make_provenance(rows: Sequence[tuple[str, str]]) -> Block:
+    first = [row for row in rows if not row[0].startswith(("config.", "engine.", "environment."))]
+    rest = [row for row in rows if row not in first]
+
+    def render_part(part: Sequence[tuple[str, str]]) -> str:
+        return render_table(FACTS_HEAD, part, classes={0: "key", 1: "value"})
+
+    more = f"<details><summary>Settings, engine and machine</summary>{render_part(rest)}</details>" if rest else ""
+    table = render_markdown_table(FACTS_HEAD, rows)
+    return _make_section("provenance", "Where this comes from", render_part(first) + more, table)
+
+
+def render_markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table; its cells may hold any text."""
+    lines = [head, ["---" for _ in head], *rows]
+    return "\n".join(f"| {' | '.join(map(escape_plain, cells))} |" for cells in lines)
+
+
+def escape_plain(text: str) -> str:
+    """Escape text of a model or a server for a Markdown table."""
+    return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("`", "'")
+
+
+# -- a result of single requests ---------------------------------------------------------------------------------------
 
 
 def _list_subtitle(view: ReportView) -> list[str]:
@@ -49,23 +151,16 @@ def _list_subtitle(view: ReportView) -> list[str]:
     ]
 
 
-def _render_doubts(view: ReportView) -> str:
-    doubts = story.list_doubts(view)
-    if not doubts:
-        return ""
-    rows = "".join(f"<li><b>{escape(format_title(name))}</b>: {escape(words)}</li>" for name, words in doubts)
-    return f'<div class="doubts" id="doubts"><h2>Reasons not to believe this result</h2><ul>{rows}</ul></div>'
-
-
-def _render_worst(rows: Sequence[NotableRequest]) -> str:
-    head = '<h2 id="worst">Requests to look at</h2>'
+def _make_worst(rows: Sequence[NotableRequest]) -> Block:
+    title, nothing = "Requests to look at", "Nothing stands out: no error, contradiction, false safe or slow-down."
     if not rows:
-        return f"{head}<p>Nothing stands out: no error, contradiction, false safe or slow-down.</p>"
-    shown = render_table(WORST_HEAD, [format_worst_row(row) for row in rows], classes={1: "why"})
+        return _make_section("worst", title, f"<p>{nothing}</p>", nothing)
+    cells = [format_worst_row(row) for row in rows]
+    shown = render_table(WORST_HEAD, cells, classes={1: "why"})
     answers = "".join(_render_answers(row) for row in rows if row.record.output_text)
-    return (
-        f"{head}<p class=dim>The gravest first.</p>{shown}<details><summary>Their answers</summary>{answers}</details>"
-    )
+    more = f"<details><summary>Their answers</summary>{answers}</details>"
+    page = f"<p class=dim>The gravest first.</p>{shown}{more}"
+    return _make_section("worst", title, page, render_markdown_table(WORST_HEAD, cells))
 
 
 def format_worst_row(row: NotableRequest) -> tuple[str, ...]:
@@ -91,111 +186,23 @@ def _render_answers(row: NotableRequest) -> str:
     return f"<h3>{escape(row.record.item_id)}</h3>{cold}<p class=dim>warm</p>{quote(row.record.output_text)}"
 
 
-def _render_engines(summaries: Sequence[Mapping[str, Any]]) -> str:
-    if not summaries:
-        return ""
-    caveats = {str(summary.get("caveat")) for summary in summaries if summary.get("caveat")}
-    notes = "".join(f"<p class=dim>{escape(words)}</p>" for words in sorted(caveats))
-    shown = render_table(ENGINE_HEAD, story.list_engine_rows(summaries))
-    return f'<h2 id="engines">What the engines logged</h2>{shown}{notes}'
-
-
-def _render_absent(view: ReportView) -> str:
-    lines = story.list_absent(view)
-    if not lines:
-        return ""
-    items = "".join(f"<p>{escape(line)}</p>" for line in lines)
-    return f'<h2 id="absent">Not measured</h2><div class="missing">{items}</div>'
-
-
-def _render_provenance(view: ReportView) -> str:
-    rows = story.list_provenance(view)
-    first = [row for row in rows if not row[0].startswith(("config.", "engine.", "environment."))]
-    rest = [row for row in rows if row not in first]
-
-    def render_part(part: Sequence[tuple[str, str]]) -> str:
-        return render_table(("what", "value"), part, classes={0: "key", 1: "value"})
-
-    more = f"<details><summary>Settings, engine and machine</summary>{render_part(rest)}</details>" if rest else ""
-    return f'<h2 id="provenance">Where this comes from</h2>{render_part(first)}{more}'
-
-
-def render_markdown(view: ReportView, title: str, summaries: Sequence[Mapping[str, Any]] = ()) -> str:
-    """Return the report: headline, tiles, the numbers of every plot, notable requests and provenance."""
-    parts = [f"# {escape_plain(title)}", escape_plain(story.write_headline(view))]
-    doubts = story.list_doubts(view)
-    if doubts:
-        lines = [f"- **{escape_plain(name)}**: {escape_plain(words)}" for name, words in doubts]
-        parts += ["## Reasons not to believe this result", "\n".join(lines)]
-    parts.append(
-        render_markdown_table(("", "", ""), [(tile.value, tile.label, tile.detail) for tile in story.build_tiles(view)])
-    )
-    for figure in FIGURES:
-        found = figure(view)
-        if found is not None:
-            parts += [f"## {found.title}", found.caption, render_markdown_table(found.head, found.rows)]
-    if view.worst:
-        rows = [format_worst_row(row) for row in view.worst]
-        parts += ["## Requests to look at", render_markdown_table(WORST_HEAD, rows)]
+def _make_engines(summaries: Sequence[Mapping[str, Any]]) -> Iterator[Block]:
     if summaries:
-        parts += ["## What the engines logged", render_markdown_table(ENGINE_HEAD, story.list_engine_rows(summaries))]
-    missing = story.list_absent(view)
-    if missing:
-        parts += ["## Not measured", "\n".join(f"- {line}" for line in missing)]
-    parts += ["## Where this comes from", render_markdown_table(("what", "value"), story.list_provenance(view))]
-    return "\n\n".join(parts) + "\n"
+        rows = story.list_engine_rows(summaries)
+        caveats = {str(summary.get("caveat")) for summary in summaries if summary.get("caveat")}
+        notes = "".join(f"<p class=dim>{escape(words)}</p>" for words in sorted(caveats))
+        page = render_table(ENGINE_HEAD, rows) + notes
+        yield _make_section("engines", "What the engines logged", page, render_markdown_table(ENGINE_HEAD, rows))
 
 
-def render_markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table; its cells may hold any text."""
-    lines = [_render_row(head), _render_row("---" for _ in head), *(_render_row(row) for row in rows)]
-    return "\n".join(lines)
+def _make_absent(lines: Sequence[str]) -> Iterator[Block]:
+    if lines:
+        items = "".join(f"<p>{escape(line)}</p>" for line in lines)
+        page, plain = f'<div class="missing">{items}</div>', "\n".join(f"- {line}" for line in lines)
+        yield _make_section("absent", "Not measured", page, plain)
 
 
-def _render_row(cells: Iterable[str]) -> str:
-    return "| " + " | ".join(escape_plain(cell) for cell in cells) + " |"
-
-
-def escape_plain(text: str) -> str:
-    """Escape text of a model or a server for a Markdown table."""
-    return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("`", "'")
-
-
-LOAD_TAG = "sembench load report"
-LOAD_HEAD = (
-    "requests a second", "at most under way", "answered", "failed", "answers a second", "TTFT median", "TTFT p99",
-    "TPOT median", "whole time p99", "within promises", "prefix cache hits",
-)  # fmt: skip
-
-
-def render_load_html(result: LoadResult, title: str, findings: Sequence[Finding] = ()) -> str:
-    """Return the whole page."""
-    figures = [found for figure in LOAD_FIGURES if (found := figure(result)) is not None]
-    doubts = render_list(finding.to_line() for finding in findings) if findings else ""
-    body = [
-        render_head(title, _list_load_subtitle(result), write_load_headline(result, findings), LOAD_TAG),
-        f'<div class="doubts"><h2>Reasons not to believe this result</h2>{doubts}</div>' if doubts else "",
-        render_table(LOAD_HEAD, [format_point(point) for point in result.points]),
-        *(render_figure(figure) for figure in figures),
-        '<h2 id="provenance">Where this comes from</h2>'
-        + render_table(("what", "value"), _list_load_provenance(result), classes={0: "key", 1: "value"}),
-    ]
-    return render_document(f"{title} · {LOAD_TAG}", body)
-
-
-def render_load_markdown(result: LoadResult, title: str, findings: Sequence[Finding] = ()) -> str:
-    """Return the same as Markdown; plots become tables."""
-    parts = [f"# {escape_plain(title)}", escape_plain(write_load_headline(result, findings))]
-    if findings:
-        lines = [f"- {escape_plain(finding.to_line())}" for finding in findings]
-        parts += ["## Reasons not to believe this result", "\n".join(lines)]
-    parts.append(render_markdown_table(LOAD_HEAD, [format_point(point) for point in result.points]))
-    for figure in LOAD_FIGURES:
-        found = figure(result)
-        if found is not None:
-            parts += [f"## {found.title}", found.caption, render_markdown_table(found.head, found.rows)]
-    parts += ["## Where this comes from", render_markdown_table(("what", "value"), _list_load_provenance(result))]
-    return "\n\n".join(parts) + "\n"
+# -- a load result -----------------------------------------------------------------------------------------------------
 
 
 def write_load_headline(result: LoadResult, findings: Sequence[Finding]) -> str:
@@ -235,8 +242,3 @@ def _list_load_subtitle(result: LoadResult) -> tuple[str, ...]:
     count = sum(len(point.requests) for point in result.points)
     when = format_moment(str(result.run.get("timestamp_utc") or ""))
     return ("load", str(result.config.get("model") or ""), f"{count:,} requests", f"{len(result.points)} points", when)
-
-
-def _list_load_provenance(result: LoadResult) -> list[tuple[str, str]]:
-    parts = (("run", result.run), ("config", result.config), ("environment", result.environment))
-    return [row for name, part in parts for row in flatten(name, part)]

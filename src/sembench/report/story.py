@@ -89,11 +89,6 @@ def list_absent(view: ReportView) -> list[str]:
     return lines
 
 
-def list_doubts(view: ReportView) -> list[tuple[str, str]]:
-    """Return the reasons not to believe the result as (name, words), the gravest first."""
-    return [(str(finding.doubt), finding.words) for finding in view.grave]
-
-
 def _describe_speed(view: ReportView) -> str:
     speed = view.estimate("blended_ttft_speedup_median")
     if view.grave:

@@ -243,9 +243,16 @@ class EngineEvent:
     rope_corrected: bool = False
 
 
-def make_key(request_id: str | None, *rest: object) -> tuple[object, ...] | None:
-    """Return the key by which two lines are one event; None without a request id: then every line counts."""
-    return None if request_id is None else (request_id, *rest)
+def make_event(
+    line: LogLine, kind: EngineEventKind, request_id: str | None, *same: object, tokens: int = 0, units: int = 0,
+    reason: str = "", rope_corrected: bool = False,
+) -> EngineEvent:  # fmt: skip
+    """Return an event of a request; another line of it with equal ``same`` is the same event.
+
+    Without a request id every line counts.
+    """
+    key = None if request_id is None else (request_id, *same)
+    return EngineEvent(kind, line.number, key, request_id, tokens, units, reason, rope_corrected)
 
 
 class LogParser:

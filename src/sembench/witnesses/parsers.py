@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import unquote
@@ -11,14 +12,14 @@ from urllib.parse import unquote
 from sembench.files import read_text
 from sembench.witnesses.log_lines import (
     EngineEvent,
-    EngineEventKind,
     LogLine,
     LogParser,
-    make_key,
+    make_event,
     parse_fields,
     parse_object,
     read_number,
 )
+from sembench.witnesses.log_lines import EngineEventKind as Kind
 from semblend.confirm.events import EventKind
 from semblend.confirm.receipt import Receipt
 from semblend.errors import InputError, SemBlendError
@@ -26,23 +27,23 @@ from semblend.errors import InputError, SemBlendError
 # -- vLLM ------------------------------------------------------------------------------------------------------------
 # vLLM: the connector's log lines, and the JSONL audit that a connector may write beside them.
 
-_HEADS: tuple[tuple[str, EngineEventKind], ...] = (
-    ("SemBlend donor registered ", EngineEventKind.DONOR_REGISTERED),
-    ("SemBlend semantic lookup hit ", EngineEventKind.SEMANTIC_HIT),
-    ("SemBlend request-local experimental load advertised ", EngineEventKind.LOAD_ADVERTISED),
-    ("SemBlend materialized ", EngineEventKind.MATERIALIZED),
+_HEADS: tuple[tuple[str, Kind], ...] = (
+    ("SemBlend donor registered ", Kind.DONOR_REGISTERED),
+    ("SemBlend semantic lookup hit ", Kind.SEMANTIC_HIT),
+    ("SemBlend request-local experimental load advertised ", Kind.LOAD_ADVERTISED),
+    ("SemBlend materialized ", Kind.MATERIALIZED),
 )
 # An exact-prefix load is no semantic reuse, so its events are not in this table.
-_AUDIT: dict[str, EngineEventKind] = {
-    "donor_registered": EngineEventKind.DONOR_REGISTERED,
-    "semantic_lookup_hit": EngineEventKind.SEMANTIC_HIT,
-    "request_only_load_advertised": EngineEventKind.LOAD_ADVERTISED,
-    "semantic_span_load_advertised": EngineEventKind.LOAD_ADVERTISED,
-    "runtime_materialized": EngineEventKind.MATERIALIZED,
-    "lookup_error": EngineEventKind.ERROR,
-    "runtime_materialization_failed_loud": EngineEventKind.ERROR,
-    "load_error_blocks_reported": EngineEventKind.ERROR,
-    "donor_capture_write_failed": EngineEventKind.ERROR,
+_AUDIT: dict[str, Kind] = {
+    "donor_registered": Kind.DONOR_REGISTERED,
+    "semantic_lookup_hit": Kind.SEMANTIC_HIT,
+    "request_only_load_advertised": Kind.LOAD_ADVERTISED,
+    "semantic_span_load_advertised": Kind.LOAD_ADVERTISED,
+    "runtime_materialized": Kind.MATERIALIZED,
+    "lookup_error": Kind.ERROR,
+    "runtime_materialization_failed_loud": Kind.ERROR,
+    "load_error_blocks_reported": Kind.ERROR,
+    "donor_capture_write_failed": Kind.ERROR,
 }
 _REFUSAL = re.compile(
     r"^(lookup_skipped_|semantic_span_.*declined|request_only_load_rejected|load_declined_|runtime_materialization_declined)"
@@ -57,7 +58,7 @@ class VllmParser(LogParser):
         "and tokens; lines of tensor-parallel ranks above 0 are passed over"
     )
 
-    def feed(self, line: LogLine) -> Iterable[EngineEvent]:
+    def feed(self, line: LogLine) -> Iterator[EngineEvent]:
         if line.repeats_rank_zero:
             return
         record = parse_object(line, self.where, audit='"event"' in line.message)
@@ -70,45 +71,35 @@ class VllmParser(LogParser):
                 return
 
     def _read_audit(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
-        name = record.get("event")
+        name, request_id = record.get("event"), read_text(record.get("request_id"))
         if not isinstance(name, str) or record.get("mode") == "exact_prefix":
             return
-        request_id = read_text(record.get("request_id"))
         if _REFUSAL.match(name):
             reason = str(record.get("declined_reason") or record.get("reason") or name)
-            yield EngineEvent(
-                EngineEventKind.REJECTED, line.number, make_key(request_id, reason), request_id, reason=reason
-            )
-            return
-        kind = _AUDIT.get(name)
-        if kind is None:
-            return
-        tokens = self.read_count(line, record, "tokens") or self.read_count(line, record, "token_count")
-        donor = str(record.get("donor_id") or "")
-        key = make_key(request_id) if kind is EngineEventKind.SEMANTIC_HIT else make_key(request_id, donor, tokens)
-        yield EngineEvent(kind, line.number, key, request_id, tokens=tokens, units=1)
+            yield make_event(line, Kind.REJECTED, request_id, reason, reason=reason)
+        elif (kind := _AUDIT.get(name)) is not None:
+            tokens = self.read_count(line, record, "tokens") or self.read_count(line, record, "token_count")
+            same = () if kind is Kind.SEMANTIC_HIT else (str(record.get("donor_id") or ""), tokens)
+            yield make_event(line, kind, request_id, *same, tokens=tokens, units=1)
 
 
-def _read_vllm_log(line: LogLine, kind: EngineEventKind, pairs: dict[str, str]) -> Iterator[EngineEvent]:
-    request_id = _read_vllm_id(pairs.get("request_id", ""))
-    tokens = read_number(pairs, "tokens", "reusable_tokens")
+def _read_vllm_log(line: LogLine, kind: Kind, pairs: dict[str, str]) -> Iterator[EngineEvent]:
+    request_id, tokens = _read_request_id(pairs, "request_id"), read_number(pairs, "tokens", "reusable_tokens")
     if tokens is None:
         return
-    if kind is EngineEventKind.DONOR_REGISTERED:
-        key = make_key(request_id, pairs.get("namespace", ""), tokens)
-    elif kind is EngineEventKind.SEMANTIC_HIT:
-        key = make_key(request_id)
-        reason = pairs.get("reason", "")
+    same: tuple[object, ...] = (pairs.get("donor_id", ""), tokens)
+    if kind is Kind.DONOR_REGISTERED:
+        same = (pairs.get("namespace", ""), tokens)
+    elif kind is Kind.SEMANTIC_HIT:
+        same, reason = (), pairs.get("reason", "")
         if pairs.get("kind") == "discovery_only" and reason not in ("", "ok"):
-            refused = make_key(request_id, reason)
-            yield EngineEvent(EngineEventKind.REJECTED, line.number, refused, request_id, reason=reason)
-    else:
-        key = make_key(request_id, pairs.get("donor_id", ""), tokens)
-    yield EngineEvent(kind, line.number, key, request_id, tokens, 1)
+            yield make_event(line, Kind.REJECTED, request_id, reason, reason=reason)
+    yield make_event(line, kind, request_id, *same, tokens=tokens, units=1)
 
 
-def _read_vllm_id(text: str) -> str | None:
-    return unquote(text) if text and text != "-" else None
+def _read_request_id(pairs: dict[str, str], *names: str) -> str | None:
+    found = next((pairs[name] for name in names if pairs.get(name)), "-")
+    return None if found == "-" else unquote(found)
 
 
 # -- SGLang ----------------------------------------------------------------------------------------------------------
@@ -123,6 +114,7 @@ _SUCCESS = re.compile(r"^\[FUZZY RADIX\] Fuzzy match success:\s*(?P<rest>.*)$")
 _REALIZED = re.compile(r"^\[FUZZY\] Realized (?P<tokens>\d+) fuzzy tokens\b\s*(?P<rest>.*)$")
 _PHASE = re.compile(r"^\[FUZZY RADIX\] segmented prefill realized donor phase:\s*(?P<rest>.*)$")
 _REQUEST_NAMES = ("request_id", "rid", "req")
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
 class SglangParser(LogParser):
@@ -162,35 +154,34 @@ class SglangParser(LogParser):
         return waiting
 
     def _read_donor(self, line: LogLine, pairs: dict[str, str]) -> Iterator[EngineEvent]:
-        tokens, request_id = read_number(pairs, "tokens"), _read_request_id(pairs)
+        tokens = read_number(pairs, "tokens")
         if tokens is not None:
-            key = make_key(request_id, tokens)
-            yield EngineEvent(EngineEventKind.DONOR_REGISTERED, line.number, key, request_id, tokens, 1)
+            request_id = _read_request_id(pairs, *_REQUEST_NAMES)
+            yield make_event(line, Kind.DONOR_REGISTERED, request_id, tokens, tokens=tokens, units=1)
 
     def _read_hit(self, line: LogLine, pairs: dict[str, str], *, from_tree: bool) -> Iterator[EngineEvent]:
-        request_id = _read_request_id(pairs)
+        request_id = _read_request_id(pairs, *_REQUEST_NAMES)
         tokens = read_number(pairs, "cached", "matched_tokens", "reused_tokens", "tokens")
-        similarity = _read_float(pairs, "similarity", "score", "quality_cosine")
-        if not tokens or (similarity is None and not from_tree):
+        similar = any(_NUMBER.match(pairs.get(name, "")) for name in ("similarity", "score", "quality_cosine"))
+        if not tokens or not (similar or from_tree):
             return
         joins = from_tree and self._waiting_hit and request_id is None
         self._waiting_hit = not from_tree and request_id is None
         if not joins:
-            key = make_key(request_id)
-            yield EngineEvent(EngineEventKind.SEMANTIC_HIT, line.number, key, request_id, tokens, 1)
+            yield make_event(line, Kind.SEMANTIC_HIT, request_id, tokens=tokens, units=1)
 
     def _read_phase(self, line: LogLine, pairs: dict[str, str]) -> Iterator[EngineEvent]:
-        tokens, request_id = read_number(pairs, "donor_tokens"), _read_request_id(pairs)
+        tokens, request_id = read_number(pairs, "donor_tokens"), _read_request_id(pairs, *_REQUEST_NAMES)
         if not tokens:
             return
         if self._phases and self._phases[-1].request_id != request_id:
             yield from self.finish()
         # The same phase said twice (a log collected twice) has the same place in the prompt.
-        key = make_key(request_id, pairs.get("target", line.number))
-        self._phases.append(EngineEvent(EngineEventKind.MATERIALIZED, line.number, key, request_id, tokens, 1))
+        place = pairs.get("target", line.number)
+        self._phases.append(make_event(line, Kind.MATERIALIZED, request_id, place, tokens=tokens, units=1))
 
     def _read_realized(self, line: LogLine, tokens: int, pairs: dict[str, str]) -> Iterator[EngineEvent]:
-        request_id = _read_request_id(pairs)
+        request_id = _read_request_id(pairs, *_REQUEST_NAMES)
         phases, self._phases = self._phases, []
         same_request = bool(phases) and phases[-1].request_id in (None, request_id)
         units = read_number(pairs, "spans") or 1
@@ -200,21 +191,7 @@ class SglangParser(LogParser):
         else:
             yield from phases
         if tokens:
-            key = make_key(request_id, tokens)
-            yield EngineEvent(EngineEventKind.MATERIALIZED, line.number, key, request_id, tokens, units)
-
-
-def _read_request_id(pairs: dict[str, str]) -> str | None:
-    found = next((pairs[name] for name in _REQUEST_NAMES if pairs.get(name)), "-")
-    return None if found == "-" else unquote(found)
-
-
-def _read_float(pairs: dict[str, str], *names: str) -> float | None:
-    for name in names:
-        match = re.match(r"\d+(?:\.\d+)?", pairs.get(name, ""))
-        if match:
-            return float(match[0])
-    return None
+            yield make_event(line, Kind.MATERIALIZED, request_id, tokens, tokens=tokens, units=units)
 
 
 # -- TensorRT-LLM ----------------------------------------------------------------------------------------------------
@@ -229,62 +206,35 @@ class TrtllmParser(LogParser):
         "an engine boundary by its requests and layer"
     )
 
-    def feed(self, line: LogLine) -> Iterable[EngineEvent]:
-        record = parse_object(line, self.where)
-        if record is None:
-            return ()
-        readers = {
-            "donor_registered": self._read_donor,
-            "lookup": self._read_lookup,
-            "plan_dispatched": self._read_plan,
-            "materialized": self._read_materialized,
-            "engine_blend_boundary": self._read_boundary,
-        }
-        name = record.get("event")
-        reader = readers.get(name) if isinstance(name, str) else None
-        return reader(line, record) if reader else ()
-
-    def _read_donor(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
-        tokens, donor = (
-            self.read_count(line, record, "token_count"),
-            read_text(record.get("donor_id")) or read_text(record.get("request_id")),
-        )
-        yield EngineEvent(EngineEventKind.DONOR_REGISTERED, line.number, make_key(donor, tokens), donor, tokens, 1)
-
-    def _read_lookup(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
-        request_id, reason = read_text(record.get("request_id")), read_text(record.get("rejection_reason"))
-        if record.get("found") is True:
-            tokens = self.read_count(line, record, "num_new_matched_tokens")
-            yield EngineEvent(EngineEventKind.SEMANTIC_HIT, line.number, make_key(request_id), request_id, tokens, 1)
-        if reason:
-            key = make_key(request_id, reason)
-            yield EngineEvent(EngineEventKind.REJECTED, line.number, key, request_id, reason=reason)
-
-    def _read_plan(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
-        request_id, tokens = read_text(record.get("request_id")), self.read_count(line, record, "covered_token_count")
-        key = make_key(request_id, tokens)
-        units = self.read_count(line, record, "segment_count", 1)
-        yield EngineEvent(EngineEventKind.LOAD_ADVERTISED, line.number, key, request_id, tokens, units)
-
-    def _read_materialized(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
-        units = self.read_count(line, record, "materialized")  # true, or how many segments were written
-        if not units:
-            return
-        request_id, tokens = read_text(record.get("request_id")), self.read_count(line, record, "covered_token_count")
-        yield EngineEvent(
-            EngineEventKind.MATERIALIZED,
-            line.number,
-            make_key(request_id, record.get("kind"), tokens),
-            request_id,
-            tokens,
-            max(units, self.read_count(line, record, "segment_count")) if record["materialized"] is True else units,
-            rope_corrected=record.get("requires_rope_correction") is True,
-        )
-
-    def _read_boundary(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
-        requests = record.get("request_ids")
-        key = (*map(str, requests), record.get("boundary_layer")) if isinstance(requests, list) and requests else None
-        yield EngineEvent(EngineEventKind.ENGINE_BOUNDARY, line.number, key)
+    def feed(self, line: LogLine) -> Iterator[EngineEvent]:
+        record = parse_object(line, self.where) or {}
+        request_id = read_text(record.get("request_id"))
+        count = partial(self.read_count, line, record)
+        match record.get("event"):
+            case "donor_registered":
+                tokens, donor = count("token_count"), read_text(record.get("donor_id")) or request_id
+                yield make_event(line, Kind.DONOR_REGISTERED, donor, tokens, tokens=tokens, units=1)
+            case "lookup":
+                if record.get("found") is True:
+                    tokens = count("num_new_matched_tokens")
+                    yield make_event(line, Kind.SEMANTIC_HIT, request_id, tokens=tokens, units=1)
+                if reason := read_text(record.get("rejection_reason")):
+                    yield make_event(line, Kind.REJECTED, request_id, reason, reason=reason)
+            case "plan_dispatched":
+                tokens, units = count("covered_token_count"), count("segment_count", 1)
+                yield make_event(line, Kind.LOAD_ADVERTISED, request_id, tokens, tokens=tokens, units=units)
+            case "materialized" if units := count("materialized"):  # true, or how many segments were written
+                tokens, rope = count("covered_token_count"), record.get("requires_rope_correction") is True
+                units = max(units, count("segment_count")) if record["materialized"] is True else units
+                same = (record.get("kind"), tokens)
+                yield make_event(
+                    line, Kind.MATERIALIZED, request_id, *same, tokens=tokens, units=units, rope_corrected=rope
+                )
+            case "engine_blend_boundary":
+                names = record.get("request_ids")
+                named = names if isinstance(names, list) else []
+                key = (*map(str, named), record.get("boundary_layer")) if named else None
+                yield EngineEvent(Kind.ENGINE_BOUNDARY, line.number, key)
 
 
 # -- LMCache ---------------------------------------------------------------------------------------------------------
@@ -329,30 +279,28 @@ class LmcacheParser(LogParser):
         if (lookup := _LOOKUP.match(text)) is not None:
             yield from _read_lookup(line, lookup)
         elif (retrieved := _RETRIEVED.match(text)) is not None:
-            yield from _make_event(line, EngineEventKind.MATERIALIZED, retrieved)
+            yield from _read_tokens(line, Kind.MATERIALIZED, retrieved)
         elif (stored := _STORED.match(text)) is not None:
             self._stored = True
-            yield from _make_event(line, EngineEventKind.DONOR_REGISTERED, stored)
+            yield from _read_tokens(line, Kind.DONOR_REGISTERED, stored)
         elif (storing := _STORING.match(text)) is not None:
-            self._announced.extend(_make_event(line, EngineEventKind.DONOR_REGISTERED, storing))
+            self._announced.extend(_read_tokens(line, Kind.DONOR_REGISTERED, storing))
 
     def finish(self) -> Iterable[EngineEvent]:
         return () if self._stored else self._announced
 
 
 def _read_lookup(line: LogLine, lookup: re.Match[str]) -> Iterator[EngineEvent]:
-    request_id, hit, load = unquote(lookup["request"]), int(lookup["hit"]), int(lookup["load"])
-    key = (request_id, int(lookup["total"]))
-    if hit:
-        yield EngineEvent(EngineEventKind.SEMANTIC_HIT, line.number, key, request_id, hit, 1)
-    if load > 0:  # negative where the engine already holds more than LMCache does
-        yield EngineEvent(EngineEventKind.LOAD_ADVERTISED, line.number, key, request_id, load, 1)
+    request_id, total = unquote(lookup["request"]), int(lookup["total"])
+    # What is to be loaded is negative where the engine already holds more than LMCache does.
+    for kind, tokens in ((Kind.SEMANTIC_HIT, int(lookup["hit"])), (Kind.LOAD_ADVERTISED, int(lookup["load"]))):
+        if tokens > 0:
+            yield make_event(line, kind, request_id, total, tokens=tokens, units=1)
 
 
-def _make_event(line: LogLine, kind: EngineEventKind, match: re.Match[str]) -> Iterator[EngineEvent]:
-    tokens, request_id = int(match["tokens"]), match["request"]
-    if tokens:
-        yield EngineEvent(kind, line.number, make_key(request_id, tokens), request_id, tokens, 1)
+def _read_tokens(line: LogLine, kind: Kind, match: re.Match[str]) -> Iterator[EngineEvent]:
+    if tokens := int(match["tokens"]):
+        yield make_event(line, kind, match["request"], tokens, tokens=tokens, units=1)
 
 
 # -- SemBlend --------------------------------------------------------------------------------------------------------
@@ -368,74 +316,49 @@ class SemblendParser(LogParser):
     )
     receipt_suffices = True
 
-    def feed(self, line: LogLine) -> Iterable[EngineEvent]:
-        record = parse_object(line, self.where)
-        if record is None or "schema_version" not in record:
-            return ()
-        readers = {
-            EventKind.DONOR_REGISTERED: self._read_donor,
-            EventKind.LOOKUP: self._read_lookup,
-            EventKind.REUSE_PLANNED: self._read_plan,
-            EventKind.REUSE_DECLINED: self._read_refusal,
-            EventKind.FALLBACK: self._read_refusal,
-            EventKind.REUSE_CONFIRMED: self._read_receipt,
-            EventKind.ERROR: self._read_error,
-        }
-        name = record.get("event")
-        reader = readers.get(EventKind(name)) if name in set(EventKind) else None
-        return reader(line, record) if reader else ()
+    def feed(self, line: LogLine) -> Iterator[EngineEvent]:
+        record = parse_object(line, self.where) or {}
+        if "schema_version" not in record:
+            return
+        request_id, reason = read_text(record.get("request_id")), read_text(record.get("reason"))
+        count = partial(self.read_count, line, record)
+        match record.get("event"):
+            case EventKind.DONOR_REGISTERED:
+                key, tokens = (str(record.get("donor_id")), record.get("generation")), count("tokens")
+                yield EngineEvent(Kind.DONOR_REGISTERED, line.number, key, request_id, tokens, 1)
+            case EventKind.LOOKUP | EventKind.REUSE_DECLINED | EventKind.FALLBACK as name:
+                if name == EventKind.LOOKUP and (tokens := count("reusable_tokens")):
+                    yield make_event(line, Kind.SEMANTIC_HIT, request_id, tokens=tokens, units=1)
+                if reason is not None:
+                    yield make_event(line, Kind.REJECTED, request_id, reason, reason=reason)
+            case EventKind.REUSE_PLANNED:
+                spans, tokens = record.get("spans"), count("reused_tokens")
+                units = len(spans) if isinstance(spans, list) else 1
+                yield make_event(line, Kind.LOAD_ADVERTISED, request_id, tokens=tokens, units=units)
+            case EventKind.REUSE_CONFIRMED:
+                receipt = self._read_receipt(line, record.get("receipt"))
+                if receipt.reused_tokens:
+                    yield make_event(
+                        line,
+                        Kind.MATERIALIZED,
+                        receipt.request_id,
+                        tokens=receipt.reused_tokens,
+                        units=len(receipt.spans),
+                        rope_corrected=any(span.shift for span in receipt.spans),
+                    )
+            case EventKind.ERROR:
+                why = f"{record.get('where')}: {record.get('message')}"
+                yield EngineEvent(Kind.ERROR, line.number, None, request_id, reason=why)
 
-    def _read_donor(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
-        donor, tokens = str(record.get("donor_id")), self.read_count(line, record, "tokens")
-        key = (donor, record.get("generation"))
-        yield EngineEvent(
-            EngineEventKind.DONOR_REGISTERED, line.number, key, read_text(record.get("request_id")), tokens, 1
-        )
-
-    def _read_lookup(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
-        tokens, request_id = self.read_count(line, record, "reusable_tokens"), read_text(record.get("request_id"))
-        if tokens:
-            yield EngineEvent(EngineEventKind.SEMANTIC_HIT, line.number, make_key(request_id), request_id, tokens, 1)
-        yield from self._read_refusal(line, record)
-
-    def _read_plan(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
-        spans = record.get("spans")
-        units = len(spans) if isinstance(spans, list) else 1
-        tokens = self.read_count(line, record, "reused_tokens")
-        request_id = read_text(record.get("request_id"))
-        yield EngineEvent(EngineEventKind.LOAD_ADVERTISED, line.number, make_key(request_id), request_id, tokens, units)
-
-    def _read_refusal(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
-        reason = read_text(record.get("reason"))
-        if reason is not None:
-            request_id = read_text(record.get("request_id"))
-            key = make_key(request_id, reason)
-            yield EngineEvent(EngineEventKind.REJECTED, line.number, key, request_id, reason=reason)
-
-    def _read_receipt(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
-        written = record.get("receipt")
+    def _read_receipt(self, line: LogLine, written: Any) -> Receipt:
         try:
-            receipt = Receipt.from_dict(written if isinstance(written, dict) else {})
+            return Receipt.from_dict(written if isinstance(written, dict) else {})
         except (SemBlendError, TypeError) as error:
             what = error.message if isinstance(error, SemBlendError) else str(error)
             raise InputError(
                 f"{self.where}, line {line.number}, field receipt: {what}",
                 hint="a receipt that does not hold proves nothing; --skip-bad goes on without it",
             ) from None
-        if receipt.reused_tokens:
-            yield EngineEvent(
-                EngineEventKind.MATERIALIZED,
-                line.number,
-                (receipt.request_id,),
-                receipt.request_id,
-                receipt.reused_tokens,
-                len(receipt.spans),
-                rope_corrected=any(span.shift for span in receipt.spans),
-            )
-
-    def _read_error(self, line: LogLine, record: dict[str, Any]) -> Iterator[EngineEvent]:
-        reason = f"{record.get('where')}: {record.get('message')}"
-        yield EngineEvent(EngineEventKind.ERROR, line.number, None, read_text(record.get("request_id")), reason=reason)
 
 
 # -- all of them -----------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from sembench.files import read_float, read_json_object
 from semblend.errors import InputError, MissingDependencyError
 
 if TYPE_CHECKING:
-    import httpx
+    from aiohttp import ClientSession
 
 Labels = tuple[tuple[str, str], ...]
 Snapshot = Mapping[tuple[str, Labels], float]
@@ -136,7 +136,7 @@ def summarize_deltas(deltas: Sequence[CounterDelta], failed: int = 0) -> dict[st
 class Scraper:
     """Reads a fixed set of endpoints. One that fails is counted; it never stops the run."""
 
-    def __init__(self, client: httpx.AsyncClient, urls: Sequence[str]) -> None:
+    def __init__(self, client: ClientSession, urls: Sequence[str]) -> None:
         self._client = client
         self.urls = tuple(dict.fromkeys(urls))
 

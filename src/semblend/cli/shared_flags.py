@@ -28,15 +28,22 @@ def add_tokenizer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", default="stable", metavar="NAME", help=f"{TOKENIZER_HELP} (default: stable)")
 
 
-def add_dtype(parser: argparse.ArgumentParser) -> None:
-    """``--dtype``, empty where the engine chooses."""
-    parser.add_argument(
-        "--dtype",
-        default="",
-        choices=["", *DTYPES],
-        metavar="TYPE",
-        help=f"number type of the weights: {', '.join(DTYPES)} (default: float32 on a CPU, else the model's)",
-    )
+def add_model(parser: argparse.ArgumentParser, help: str = "a pulled model's name, a folder or a GGUF file") -> None:
+    parser.add_argument("--model", default="smollm2-135m", help=help)
+
+
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    """What the engine computes with; where a flag is left out, the engine chooses."""
+    add = parser.add_argument
+    add("--device", default="", help="cpu or cuda (default: cuda where there is one)")
+    types = f"number type of the weights: {', '.join(DTYPES)} (default: float32 on a CPU, else the model's)"
+    add("--dtype", default="", choices=["", *DTYPES], metavar="TYPE", help=types)
+    add_threads(parser)
+
+
+def add_threads(parser: argparse.ArgumentParser) -> None:
+    limit = "CPU threads, at most (default: the cores this process may use)"
+    parser.add_argument("--threads", type=int, default=0, metavar="N", help=limit)
 
 
 @contextmanager
@@ -91,9 +98,7 @@ def read_text(path: str) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InputError(
-            f"{path} is not UTF-8 text (byte {error.start})", hint="convert it, or pass --tokens"
-        ) from None
+        raise InputError(f"{path} is not UTF-8 text (byte {error.start})", hint="convert it to UTF-8") from None
 
 
 def read_token_ids(path: str) -> Any:

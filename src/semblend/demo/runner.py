@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from semblend.confirm.receipt import Receipt
@@ -32,6 +33,16 @@ MODES = ("fast", "balanced")
 COLD = "cold"
 COLD_RUNS = 2
 Say = Callable[[str], None]
+
+
+def describe_machine(model: DecoderModel) -> dict[str, Any]:
+    """What the figures were measured on."""
+    return {
+        "device": model.device.type,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "torch": str(torch.__version__),
+    }
 
 
 class Watched(DecoderModel):
@@ -225,9 +236,9 @@ class Demo:
         return _Served(done.receipt, done.text, first[0])
 
     def _drop(self, donor_id: str) -> None:
-        library, donor_kv = self._engine.reuse.semblend, self._engine.reuse.donor_kv
-        if library is not None and library.forget(donor_id) and donor_kv is not None:
-            donor_kv.drop(donor_id)
+        reuse = self._engine.reuse
+        if reuse.semblend.forget(donor_id) and reuse.donor_kv is not None:
+            reuse.donor_kv.drop(donor_id)
 
     def _forget(self) -> None:
         self._engine.reset_prefix_cache()

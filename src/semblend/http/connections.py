@@ -19,7 +19,7 @@ from semblend.errors import ConfigError
 
 RESERVED_DESCRIPTORS = 96
 """Files that are not connections: stores, donor files, logs, and the connections of one round of accepting."""
-LEAST_CONNECTIONS = 16
+MIN_CONNECTIONS = 16
 GRACE_S = 1.0
 """A connection that we wait for no longer than this is closed for room only if there is no other."""
 
@@ -41,7 +41,7 @@ class Phase(StrEnum):
 class Deadlines:
     """How long a client may take, in seconds: to send its headers, between two requests, and to read what was written.
 
-    ``write_s`` is how often progress is looked for: a client that reads less than `LEAST_READ_BYTES_PER_S` is let go.
+    ``write_s`` is how often progress is looked for: a client that reads less than `MIN_READ_BYTES_PER_S` is let go.
     """
 
     header_s: float
@@ -147,10 +147,10 @@ def plan_limit(wanted: int) -> int:
         soft = taken + wanted if hard == resource.RLIM_INFINITY else min(hard, taken + wanted)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     fits = wanted if soft == resource.RLIM_INFINITY else min(wanted, soft - taken)
-    if fits < min(wanted, LEAST_CONNECTIONS):
+    if fits < min(wanted, MIN_CONNECTIONS):
         raise ConfigError(
             f"{soft} file descriptors leave room for {max(fits, 0)} connections",
-            hint=f"allow at least {taken + LEAST_CONNECTIONS}: ulimit -n {taken + wanted}",
+            hint=f"allow at least {taken + MIN_CONNECTIONS}: ulimit -n {taken + wanted}",
         )
     return fits
 
@@ -170,7 +170,7 @@ class RareLines(logging.Filter):
     The next line of its kind says how many were left out. Messages of ``hidden`` never come through.
     """
 
-    MOST_KINDS = 256
+    MAX_KINDS = 256
 
     def __init__(
         self, every_s: float = 60.0, clock: Callable[[], float] = time.monotonic, hidden: Collection[str] = ()
@@ -189,7 +189,7 @@ class RareLines(logging.Filter):
         if now - self._last.get(kind, -self._every_s) < self._every_s:
             self._left_out[kind] = self._left_out.get(kind, 0) + 1
             return False
-        if len(self._last) >= self.MOST_KINDS:
+        if len(self._last) >= self.MAX_KINDS:
             self._last.clear()
             self._left_out.clear()
         self._last[kind] = now

@@ -23,16 +23,16 @@ MAX_HEADER_BYTES = 64 << 10
 MAX_HEADERS = 100
 PIECE_BYTES = 1 << 10
 """Bytes handed to the parser at once while headers are read: it measures only what it could not parse yet."""
-LEAST_READ_BYTES_PER_S = 1024
+MIN_READ_BYTES_PER_S = 1024
 LINGER_S = 5.0
 """A client may go on sending so long after its answer was sent."""
 LAST_LOOK_S = 0.1
 """After a deadline we look once more: on a machine that was busy for long, what the client did may be unread as yet."""
-MOST_PIPELINED = 16
+MAX_PIPELINED = 16
 """Requests in a row that a client sends before it has the answer to the one before: then the connection ends. Clients
 in use do not; who does not read either would have as much done for it as the system's buffers hold, megabytes."""
 SMALL_CHUNKS = 1024
-LEAST_CHUNK_BYTES = 1024
+MIN_CHUNK_BYTES = 1024
 """Average of a body's chunks after the first `SMALL_CHUNKS`: parsing 16 MB in chunks of a byte takes minutes."""
 
 
@@ -59,7 +59,7 @@ class StrictConnection(h11.Connection):
     def _count_chunk(self, data: h11.Data) -> None:
         self._chunks += data.chunk_start
         self._chunk_bytes += len(data.data)
-        if self._chunks > SMALL_CHUNKS and self._chunk_bytes < self._chunks * LEAST_CHUNK_BYTES:
+        if self._chunks > SMALL_CHUNKS and self._chunk_bytes < self._chunks * MIN_CHUNK_BYTES:
             raise h11.RemoteProtocolError("the body comes in too many small chunks")
 
 
@@ -160,7 +160,7 @@ class GuardedProtocol(H11Protocol):
         answered = self.cycle
         self._pipelined = self._pipelined + 1 if self.conn.trailing_data[0] else 0
         super().on_response_complete()
-        if self._pipelined >= MOST_PIPELINED and self.cycle is not answered:
+        if self._pipelined >= MAX_PIPELINED and self.cycle is not answered:
             self.cycle.default_headers = [*self.cycle.default_headers, (b"connection", b"close")]
         self._unset_keepalive_if_required()  # the phases have a timer of their own
         self._review()
@@ -273,7 +273,7 @@ class GuardedProtocol(H11Protocol):
     def _check_writes(self, before: int) -> None:
         self._stall = None
         left = self.transport.get_write_buffer_size()
-        if left and before - left < LEAST_READ_BYTES_PER_S * self._deadlines.write_s:
+        if left and before - left < MIN_READ_BYTES_PER_S * self._deadlines.write_s:
             self._stall = self.loop.call_later(LAST_LOOK_S, self._give_up_writing, left)
         else:
             self._watch_writes()

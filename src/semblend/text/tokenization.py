@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from semblend.errors import InputError, MissingDependencyError
+from semblend.models import find_in_hub_cache
 from semblend.prompt import TokenArray
 
 STABLE = "stable"
@@ -93,7 +94,7 @@ class FileTokenizer:
 
     def __init__(self, path: Path, name: str = "") -> None:
         self.name = name or str(path)
-        self._tokenizer = _open_tokenizer_file(path)
+        self._tokenizer = open_tokenizer_file(path)
 
     def encode(self, text: str) -> TokenArray:
         return np.asarray(self._encoding(text).ids, dtype=np.int32)
@@ -129,10 +130,10 @@ def load_tokenizer(name: str = STABLE) -> Tokenizer:
         raise InputError("the tokenizer name is empty", hint="use 'stable', or the path of a tokenizer.json")
     path = Path(name).expanduser()
     if os.path.isdir(path):  # unlike Path.is_dir, no error for a name that no path can have
-        return FileTokenizer(_file_in_folder(path), name)
+        return FileTokenizer(find_tokenizer_file(path), name)
     if os.path.isfile(path):
         return FileTokenizer(path, name)
-    cached = _file_in_hub_cache(name)
+    cached = find_in_hub_cache(name, TOKENIZER_FILE)
     if cached is not None:
         return FileTokenizer(cached, name)
     raise InputError(
@@ -141,28 +142,16 @@ def load_tokenizer(name: str = STABLE) -> Tokenizer:
     )
 
 
-def _file_in_folder(folder: Path) -> Path:
+def find_tokenizer_file(folder: Path) -> Path:
+    """The tokenizer.json of a model's folder."""
     path = folder / TOKENIZER_FILE
     if not path.is_file():
         raise InputError(f"{folder} holds no {TOKENIZER_FILE}", hint="point at the folder of a fast tokenizer")
     return path
 
 
-def _file_in_hub_cache(name: str) -> Path | None:
-    """The cached tokenizer.json of a model such as ``org/model``, without asking the network."""
-    try:
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-    except ImportError:
-        return None  # without the hub client there is no cache to look into
-    try:
-        found = try_to_load_from_cache(name, TOKENIZER_FILE)
-    except HFValidationError:
-        return None  # not shaped like a model name; the caller reports all that was tried
-    return Path(found) if isinstance(found, str) else None
-
-
-def _open_tokenizer_file(path: Path) -> Any:
+def open_tokenizer_file(path: Path) -> Any:
+    """The `tokenizers.Tokenizer` of a file; it cuts and pads nothing."""
     try:
         from tokenizers import Tokenizer as RustTokenizer
     except ImportError:

@@ -116,11 +116,6 @@ def render_tiles(tiles: Iterable[Tile]) -> str:
     return f'<ul class="tiles">{"".join(cells)}</ul>'
 
 
-def render_list(lines: Iterable[str]) -> str:
-    """Return plain lines as a list."""
-    return f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>"
-
-
 def render_figure(figure: Figure) -> str:
     """Return a chart with its title, its legend, its caption and its numbers."""
     legend = "".join(f"<li>{_render_swatch(kind)}{escape(words)}</li>" for kind, words in figure.legend)

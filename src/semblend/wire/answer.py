@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from semblend.arrange import ArrangedGroup
 from semblend.confirm.receipt import JsonObject, Receipt
 
 IMPOSSIBLE = -9999.0
-MOST_RUNS = 2048
+MAX_RUNS = 2048
 """A prompt whose recomputed tokens lie in more runs than this says only how many they are."""
 
 CALLER_FIELDS = (
@@ -181,22 +181,48 @@ def describe_receipt(receipt: Receipt, recomputed: Runs = (), *, operator: bool 
     shown = {name: record[name] for name in CALLER_FIELDS}
     if not operator:
         return shown
-    told = len(recomputed) <= MOST_RUNS and sum(end - start for start, end in recomputed) == receipt.recomputed_tokens
+    told = len(recomputed) <= MAX_RUNS and sum(end - start for start, end in recomputed) == receipt.recomputed_tokens
     runs = [list(run) for run in recomputed] if told else None
     return shown | {"recomputed": runs, "donors": list(receipt.donor_ids)}
 
 
-class Reply(Protocol):
-    """One endpoint's way of saying the same thing: whole, or as a stream of events."""
+@dataclass(frozen=True, slots=True)
+class OpenAiReply:
+    """What chat and completions have in common: a body, or events of the same form, around choices of their own.
+
+    A reply says the same thing whole, or as a stream: an opening ahead of the first piece, pieces (``answer`` already
+    holds the chunk), and a closing with finish reasons, then usage if asked for. Its last event carries ``semblend``.
+    """
+
+    head: Head
+    logprobs: bool = False
+    include_usage: bool = False
+    whole_kind: ClassVar[str]
+    event_kind: ClassVar[str]
+
+    def write_choice(self, answer: Answer) -> JsonObject:
+        """The whole answer as a choice."""
+        raise NotImplementedError
+
+    def write_end(self, answer: Answer) -> JsonObject:
+        """The choice that ends a stream's answer."""
+        raise NotImplementedError
 
     def write_whole(self, answers: Sequence[Answer], spent: Spent) -> JsonObject:
-        """The body of a plain answer."""
+        body = self.head.write_body(self.whole_kind, [self.write_choice(answer) for answer in answers])
+        return body | {"usage": spent.usage(), "semblend": spent.semblend()}
 
     def write_opening(self, n: int) -> list[JsonObject]:
-        """Events ahead of the first piece."""
-
-    def write_piece(self, chunk: Chunk, answer: Answer) -> JsonObject:
-        """One event; ``answer`` already holds the chunk."""
+        del n
+        return []
 
     def write_closing(self, answers: Sequence[Answer], spent: Spent) -> list[JsonObject]:
-        """Finish reasons, then usage if asked for; the last of them carries the ``semblend`` object."""
+        events = [self.write_event(self.write_end(answer)) for answer in answers]
+        if self.include_usage:
+            events.append(self.head.write_body(self.event_kind, []) | {"usage": spent.usage()})
+        events[-1]["semblend"] = spent.semblend()
+        return events
+
+    def write_event(self, choice: JsonObject) -> JsonObject:
+        body = self.head.write_body(self.event_kind, [choice])
+        return body | {"usage": None} if self.include_usage else body

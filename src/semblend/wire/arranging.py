@@ -11,7 +11,7 @@ from semblend.arrange import ArrangedGroup, Arrangement, Arranger, arrange_parts
 from semblend.prompt import Namespace
 from semblend.wire.chat import ChatRequest, join_parts
 
-MOST_FOLLOWED = 200_000
+MAX_FOLLOWED = 200_000
 """Passages of requests whose donors are followed; older ones are forgotten by the arranger's own bound."""
 
 
@@ -56,7 +56,7 @@ class PromptArranger:
             with self._lock:
                 self._donors[request_id] = tuple(sent)
                 self._followed += _count_passages(sent)
-                while self._followed > MOST_FOLLOWED:
+                while self._followed > MAX_FOLLOWED:
                     self._followed -= _count_passages(self._donors.popitem(last=False)[1])
 
     def forget(self, donor_id: str) -> None:

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from semblend.arrange import PassageGroup
-from semblend.arrange.marks import find_listed_place, mark_listed
+from semblend.arrange import OrderLimits, PassageGroup
+from semblend.arrange.marks import find_groups, find_listed_place, mark_listed
 from semblend.confirm.receipt import JsonObject
-from semblend.wire.answer import Answer, Chunk, Head, Logprob, Spent
+from semblend.wire.answer import Answer, Chunk, Logprob, OpenAiReply
 from semblend.wire.body import InOrder, StrictBody, refuse, show
-from semblend.wire.options import Count, Lacking, OpenAiBody, ReuseOptions, SemblendBody, TopLogprobs
-from semblend.wire.passages import PartMark, find_marked_groups, refused_as
+from semblend.wire.options import (
+    Count,
+    Lacking,
+    OpenAiBody,
+    PartMark,
+    PromptInput,
+    ReuseOptions,
+    SemblendBody,
+    TopLogprobs,
+    refused_as,
+)
 from semblend.wire.sampling import Sampling
 
-MOST_MESSAGES = 4096
-MOST_PARTS = 1024
+MAX_MESSAGES = 4096
+MAX_PARTS = 1024
 
 
 class TextPart(StrictBody):
@@ -36,7 +45,7 @@ class TextPart(StrictBody):
         return kind
 
 
-Parts = Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True)]
+Parts = Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
 class ChatMessage(StrictBody):
@@ -67,7 +76,7 @@ def join_parts(texts: Sequence[str]) -> str:
 class ChatBody(OpenAiBody):
     """The body of /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
@@ -107,6 +116,9 @@ class ChatRequest:
     ``parts`` are the texts of messages that hold passages, by message, and ``groups`` say which of them commute.
     """
 
+    text_field: ClassVar[str] = "messages"
+    ids_field: ClassVar[str] = "messages"
+    prompts: ClassVar[tuple[PromptInput, ...]] = ()
     model: str
     messages: tuple[dict[str, str], ...]
     sampling: Sampling
@@ -130,8 +142,7 @@ class ChatRequest:
             message.to_template(join_parts(texts[at]) if at in texts else None)
             for at, message in enumerate(read.messages)
         )
-        keep = read.reuse.keep
-        groups = (find_marked_groups(at, [part.semblend for part in parts], keep) for at, parts in marked.items())
+        groups = (_find_groups(at, parts, read.reuse.keep) for at, parts in marked.items())
         return cls(
             model=read.model or "",
             messages=tuple(messages),
@@ -144,50 +155,46 @@ class ChatRequest:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class ChatReply:
+def _find_groups(message: int, parts: Sequence[TextPart], keep: OrderLimits) -> list[PassageGroup]:
+    """The groups of one message, by the marks of its parts; `ApiError` 400 for marks that do not fit together."""
+    marks = [None if part.semblend is None else part.semblend.to_mark() for part in parts]
+    with refused_as(f"messages[{message}].content"):
+        return find_groups(message, marks, keep)
+
+
+class ChatReply(OpenAiReply):
     """OpenAI's ``chat.completion`` and ``chat.completion.chunk``."""
 
-    head: Head
-    logprobs: bool = False
-    include_usage: bool = False
+    whole_kind, event_kind = "chat.completion", "chat.completion.chunk"
 
-    def write_whole(self, answers: Sequence[Answer], spent: Spent) -> JsonObject:
-        choices = [
-            {
-                "index": answer.index,
-                "message": {"role": "assistant", "content": answer.text, "refusal": None},
-                "logprobs": self._logprobs(answer.logprobs),
-                "finish_reason": answer.finish_reason,
-            }
-            for answer in answers
-        ]
-        body = self.head.write_body("chat.completion", choices)
-        return body | {"usage": spent.usage(), "semblend": spent.semblend()}
+    def write_choice(self, answer: Answer) -> JsonObject:
+        return {
+            "index": answer.index,
+            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "logprobs": self._describe_tokens(answer.logprobs),
+            "finish_reason": answer.finish_reason,
+        }
 
     def write_opening(self, n: int) -> list[JsonObject]:
-        return [self._event(index, {"role": "assistant", "content": ""}) for index in range(n)]
+        opening = {"role": "assistant", "content": ""}
+        return [self.write_event(_make_piece(index, opening)) for index in range(n)]
 
     def write_piece(self, chunk: Chunk, answer: Answer) -> JsonObject:
         del answer
-        return self._event(chunk.index, {"content": chunk.text}, logprobs=self._logprobs(chunk.logprobs))
+        tokens = self._describe_tokens(chunk.logprobs)
+        return self.write_event(_make_piece(chunk.index, {"content": chunk.text}, logprobs=tokens))
 
-    def write_closing(self, answers: Sequence[Answer], spent: Spent) -> list[JsonObject]:
-        events = [self._event(answer.index, {}, finish_reason=answer.finish_reason) for answer in answers]
-        if self.include_usage:
-            events.append(self.head.write_body("chat.completion.chunk", []) | {"usage": spent.usage()})
-        events[-1]["semblend"] = spent.semblend()
-        return events
+    def write_end(self, answer: Answer) -> JsonObject:
+        return _make_piece(answer.index, {}, finish_reason=answer.finish_reason)
 
-    def _event(
-        self, index: int, delta: JsonObject, *, logprobs: JsonObject | None = None, finish_reason: str | None = None
-    ) -> JsonObject:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        body = self.head.write_body("chat.completion.chunk", [choice])
-        return body | {"usage": None} if self.include_usage else body
-
-    def _logprobs(self, logprobs: Sequence[Logprob]) -> JsonObject | None:
+    def _describe_tokens(self, logprobs: Sequence[Logprob]) -> JsonObject | None:
         return {"content": [_token(one) for one in logprobs], "refusal": None} if self.logprobs else None
+
+
+def _make_piece(
+    index: int, delta: JsonObject, *, logprobs: JsonObject | None = None, finish_reason: str | None = None
+) -> JsonObject:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
 def _token(one: Logprob) -> JsonObject:

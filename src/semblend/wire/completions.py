@@ -4,25 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from semblend.confirm.receipt import JsonObject
-from semblend.wire.answer import Answer, Chunk, Head, Logprob, Spent
+from semblend.wire.answer import Answer, Chunk, Logprob, OpenAiReply
 from semblend.wire.body import InOrder, TokenId
-from semblend.wire.options import MOST_TOKENS, Count, OpenAiBody, ReuseOptions, TopLogprobs
+from semblend.wire.options import MAX_TOKENS, Count, OpenAiBody, PromptInput, ReuseOptions, TopLogprobs
 from semblend.wire.sampling import Sampling
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's, for this endpoint."""
-MOST_PROMPTS = 64
-PromptInput = str | tuple[int, ...]
+MAX_PROMPTS = 64
 
 PromptText = Annotated[str, Field(min_length=1)]
-PromptIds = Annotated[tuple[TokenId, ...], Field(min_length=1, max_length=MOST_TOKENS, fail_fast=True)]
+PromptIds = Annotated[tuple[TokenId, ...], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)]
 OnePrompt = Annotated[PromptText | PromptIds, InOrder()]
-SeveralPrompts = Annotated[list[OnePrompt], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
+SeveralPrompts = Annotated[list[OnePrompt], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 
 
 class CompletionBody(OpenAiBody):
@@ -37,6 +36,8 @@ class CompletionBody(OpenAiBody):
 class CompletionRequest:
     """Each of ``prompts`` is a text, or token ids; ``sampling.n`` answers are wanted to each."""
 
+    text_field: ClassVar[str] = "prompt"
+    ids_field: ClassVar[str] = "prompt"
     model: str
     prompts: tuple[PromptInput, ...]
     sampling: Sampling
@@ -69,44 +70,22 @@ class CompletionRequest:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionReply:
+class CompletionReply(OpenAiReply):
     """OpenAI's ``text_completion``."""
 
-    head: Head
-    logprobs: bool = False
-    include_usage: bool = False
+    whole_kind = event_kind = "text_completion"
 
-    def write_whole(self, answers: Sequence[Answer], spent: Spent) -> JsonObject:
-        choices = [
-            self._choice(answer.index, answer.text, self._logprobs(answer.logprobs, 0), answer.finish_reason)
-            for answer in answers
-        ]
-        return self.head.write_body("text_completion", choices) | {"usage": spent.usage(), "semblend": spent.semblend()}
-
-    def write_opening(self, n: int) -> list[JsonObject]:
-        del n
-        return []
+    def write_choice(self, answer: Answer) -> JsonObject:
+        return _make_choice(answer.index, answer.text, self._describe_tokens(answer.logprobs, 0), answer.finish_reason)
 
     def write_piece(self, chunk: Chunk, answer: Answer) -> JsonObject:
-        offset = len(answer.text) - len(chunk.text)
-        return self._event(self._choice(chunk.index, chunk.text, self._logprobs(chunk.logprobs, offset), None))
+        tokens = self._describe_tokens(chunk.logprobs, len(answer.text) - len(chunk.text))
+        return self.write_event(_make_choice(chunk.index, chunk.text, tokens, None))
 
-    def write_closing(self, answers: Sequence[Answer], spent: Spent) -> list[JsonObject]:
-        events = [self._event(self._choice(answer.index, "", None, answer.finish_reason)) for answer in answers]
-        if self.include_usage:
-            events.append(self.head.write_body("text_completion", []) | {"usage": spent.usage()})
-        events[-1]["semblend"] = spent.semblend()
-        return events
+    def write_end(self, answer: Answer) -> JsonObject:
+        return _make_choice(answer.index, "", None, answer.finish_reason)
 
-    def _event(self, choice: JsonObject) -> JsonObject:
-        body = self.head.write_body("text_completion", [choice])
-        return body | {"usage": None} if self.include_usage else body
-
-    def _choice(self, index: int, text: str, logprobs: JsonObject | None, finish_reason: str | None) -> JsonObject:
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
-
-    def _logprobs(self, logprobs: Sequence[Logprob], offset: int) -> JsonObject | None:
+    def _describe_tokens(self, logprobs: Sequence[Logprob], offset: int) -> JsonObject | None:
         if not self.logprobs:
             return None
         offsets = []
@@ -119,3 +98,7 @@ class CompletionReply:
             "top_logprobs": [{other.token: other.logprob for other in one.top} for one in logprobs],
             "text_offset": offsets,
         }
+
+
+def _make_choice(index: int, text: str, logprobs: JsonObject | None, finish_reason: str | None) -> JsonObject:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
 from semblend.confirm.receipt import JsonObject
 from semblend.wire.answer import Answer, Chunk, Head, Spent
 from semblend.wire.body import Name, TokenId, refuse
-from semblend.wire.options import MOST_TOKENS, Count, EndpointBody, ReuseOptions, SamplingBody, TopLogprobs
+from semblend.wire.options import MAX_TOKENS, Count, EndpointBody, PromptInput, ReuseOptions, SamplingBody, TopLogprobs
 from semblend.wire.sampling import Sampling
 
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -28,7 +28,7 @@ class GenerateBody(EndpointBody):
     """The body of /generate: exactly one of ``text`` and ``input_ids``."""
 
     text: Annotated[str, Field(min_length=1)] | None = None
-    input_ids: Annotated[tuple[TokenId, ...], Field(min_length=1, max_length=MOST_TOKENS, fail_fast=True)] | None = None
+    input_ids: Annotated[tuple[TokenId, ...], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)] | None = None
     sampling_params: SamplingParams | None = None
     return_logprob: bool | None = None
     top_logprobs_num: TopLogprobs | None = None
@@ -45,13 +45,18 @@ class GenerateBody(EndpointBody):
 class GenerateRequest:
     """``prompt`` is a text, or token ids. ``rid`` is the caller's name for the request; it is only handed back."""
 
-    prompt: str | tuple[int, ...]
+    text_field: ClassVar[str] = "text"
+    ids_field: ClassVar[str] = "input_ids"
+    prompt: PromptInput
     sampling: Sampling
     reuse: ReuseOptions
     stream: bool = False
     rid: str = ""
     model: str = ""
-    include_usage: bool = False
+
+    @property
+    def prompts(self) -> tuple[PromptInput, ...]:
+        return (self.prompt,)
 
     @classmethod
     def parse(cls, body: str | bytes | bytearray, *, most_n: int) -> GenerateRequest:

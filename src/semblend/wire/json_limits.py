@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from semblend.wire.errors import ApiError
 
-MOST_DEPTH = 64
-MOST_CONTAINERS = 16_384
+MAX_DEPTH = 64
+MAX_CONTAINERS = 16_384
 """Lists and objects in one body: 4,096 messages of one part each have 12,289."""
-MOST_KEYS = 4 * MOST_CONTAINERS
+MAX_KEYS = 4 * MAX_CONTAINERS
 """A parser takes some 350 ns for each."""
 LONGEST_NUMBER = 64
 _OPENING, _CLOSING = b"[{", b"]}"
@@ -27,9 +27,9 @@ class JsonLimits:
     """Most values (numbers, strings, lists, objects) of one body, lists and objects, names of fields, and nesting."""
 
     values: int = 1 << 17
-    containers: int = MOST_CONTAINERS
-    keys: int = MOST_KEYS
-    depth: int = MOST_DEPTH
+    containers: int = MAX_CONTAINERS
+    keys: int = MAX_KEYS
+    depth: int = MAX_DEPTH
 
 
 class JsonMeter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
@@ -17,27 +18,28 @@ from pydantic import (
 from pydantic_core import CoreSchema, core_schema
 
 from semblend.arrange import OrderLimits
-from semblend.arrange.marks import MOST_MARKED
+from semblend.arrange.marks import LARGEST_SCORE, LONGEST_GROUP, MOST_MARKED, PassageMark
 from semblend.arrange.order_limits import FREE
 from semblend.errors import InputError
 from semblend.quality import QUALITY_HINT, QUALITY_MODES, parse_quality
 from semblend.wire.body import ClosedBody, InOrder, Name, StrictBody, TokenId, Within, refuse, show
 from semblend.wire.errors import ApiError
-from semblend.wire.passages import KeepBody, Score
-from semblend.wire.sampling import LEAST_PENALTY, Sampling
+from semblend.wire.sampling import MIN_PENALTY, Sampling
 
-MOST_STOPS = 16
+MAX_STOPS = 16
 LONGEST_STOP = 256
-MOST_STOP_TOKENS = 1024
-MOST_TOP_LOGPROBS = 20
-MOST_BIASES = 1024
-MOST_TOKENS = 1 << 20
+MAX_STOP_TOKENS = 1024
+MAX_TOP_LOGPROBS = 20
+MAX_BIASES = 1024
+MAX_TOKENS = 1 << 20
 _SEEDS = 2**63 - 1
 
-Count = Annotated[int, Within(1, MOST_TOKENS)]
-TopLogprobs = Annotated[int, Within(0, MOST_TOP_LOGPROBS)]
+PromptInput = str | tuple[int, ...]
+"""A prompt as its text, or as its token ids."""
+Count = Annotated[int, Within(1, MAX_TOKENS)]
+TopLogprobs = Annotated[int, Within(0, MAX_TOP_LOGPROBS)]
 StopText = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
-StopTexts = Annotated[list[StopText], Field(max_length=MOST_STOPS, fail_fast=True)]
+StopTexts = Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)]
 
 
 class Lacking:
@@ -123,6 +125,43 @@ class ReuseOptions:
     keep: OrderLimits = FREE
 
 
+# -- passages that commute: nothing moves without a mark, and nothing moves out of its message
+
+Score = Annotated[float, Within(0, LARGEST_SCORE)]
+Places = Annotated[int, Within(0, MOST_MARKED)]
+
+
+class PartMark(ClosedBody):
+    """The mark of a part: it may change places with the other parts of its group in the same message."""
+
+    commutes: Annotated[str, Field(min_length=1, max_length=LONGEST_GROUP)]
+    score: Score | None = None
+
+    def to_mark(self) -> PassageMark:
+        return PassageMark(self.commutes, self.score)
+
+
+class KeepBody(ClosedBody):
+    """How far passages may move; see `semblend.arrange.OrderLimits`."""
+
+    first: Places | None = None
+    last: Places | None = None
+    within: Places | None = None
+    displaced: Annotated[float, Within(0, 1)] | None = None
+
+    def to_keep(self) -> OrderLimits:
+        return OrderLimits(self.first or 0, self.last or 0, self.within, self.displaced)
+
+
+@contextmanager
+def refused_as(param: str) -> Iterator[None]:
+    """A mistake in marks, as an `ApiError` 400 that names the field."""
+    try:
+        yield
+    except InputError as error:
+        raise ApiError(400, error.message, hint=error.hint or "", param=param) from None
+
+
 class SemblendBody(ClosedBody):
     """Our own options of a request. ``passages`` commute and stand in front of the last user message."""
 
@@ -184,17 +223,17 @@ class SamplingBody(OptionsWeLack):
     best_of: int | None = Field(default=None, json_schema_extra={"minimum": 1})
     temperature: Annotated[float, Within(0, 2)] | None = None
     top_p: Annotated[float, Within(0, 1)] | None = Field(default=None, json_schema_extra={"exclusiveMinimum": 0})
-    top_k: Annotated[int, Within(-1, MOST_TOKENS)] | None = None
+    top_k: Annotated[int, Within(-1, MAX_TOKENS)] | None = None
     min_p: Annotated[float, Within(0, 1)] | None = None
-    repetition_penalty: Annotated[float, Within(LEAST_PENALTY, 2)] | None = None
+    repetition_penalty: Annotated[float, Within(MIN_PENALTY, 2)] | None = None
     frequency_penalty: Annotated[float, Within(-2, 2)] | None = None
     presence_penalty: Annotated[float, Within(-2, 2)] | None = None
     logit_bias: dict[str, Annotated[float, Within(-100, 100)]] | None = Field(
-        default=None, max_length=MOST_BIASES, json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,10}$"}}
+        default=None, max_length=MAX_BIASES, json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,10}$"}}
     )
     seed: Annotated[int, Within(-_SEEDS - 1, _SEEDS)] | None = None
     stop: Annotated[StopText | StopTexts, InOrder()] | None = None
-    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=MOST_STOP_TOKENS, fail_fast=True)
+    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=MAX_STOP_TOKENS, fail_fast=True)
     ignore_eos: bool | None = None
 
     @field_validator("n", "best_of")

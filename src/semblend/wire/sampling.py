@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from semblend.errors import InputError
 
 MAX_LOGPROBS = 20
-LEAST_TEMPERATURE = 0.01
+MIN_TEMPERATURE = 0.01
 """Lower temperatures are raised to this one, as in vLLM: logits divided by less could overflow. 0 is greedy."""
-LEAST_PENALTY = 0.01
+MIN_PENALTY = 0.01
 """A repetition penalty divides logits; by less than this they could overflow."""
 SMALLEST_NORMAL = 2.0**-126
 """Below this a float32 is subnormal: some kernels read it as 0 and others do not."""
@@ -52,7 +52,7 @@ class Sampling:
         _number("temperature", self.temperature, 0, 100, "0 is greedy, 1 the model's own distribution")
         _number("top_p", self.top_p, 0, 1, "1 is off", above=True)
         _number("min_p", self.min_p, 0, 1, "0 is off")
-        _number("repetition_penalty", self.repetition_penalty, LEAST_PENALTY, 100, "1 is off")
+        _number("repetition_penalty", self.repetition_penalty, MIN_PENALTY, 100, "1 is off")
         _number("frequency_penalty", self.frequency_penalty, -2, 2, "0 is off")
         _number("presence_penalty", self.presence_penalty, -2, 2, "0 is off")
         for token, bias in self.logit_bias:
@@ -95,12 +95,12 @@ class Sampling:
 
 
 def floor_temperature(temperature: float) -> float:
-    """Raise a temperature above 0 to `LEAST_TEMPERATURE`; 0 stays 0.
+    """Raise a temperature above 0 to `MIN_TEMPERATURE`; 0 stays 0.
 
     >>> floor_temperature(1e-38), floor_temperature(0), floor_temperature(0.7)
     (0.01, 0, 0.7)
     """
-    return max(temperature, LEAST_TEMPERATURE) if temperature else temperature
+    return max(temperature, MIN_TEMPERATURE) if temperature else temperature
 
 
 def flush_subnormal(value: float) -> float:

@@ -10,8 +10,8 @@ pytest.importorskip("torch", reason="the engine needs torch")
 from semblend import Namespace, Prompt, SemBlend, SemBlendConfig
 from semblend.engine.core.assemble import assemble
 from semblend.engine.core.config import EngineConfig
+from semblend.engine.core.directory_donors import open_directory
 from semblend.engine.core.engine import Engine
-from semblend.engine.core.open_directory import open_directory, share_donors
 from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.spec import ModelSpec
 from semblend.wire.request import Request
@@ -36,7 +36,7 @@ def start(tmp_path):
         library = SemBlend(SemBlendConfig(embedder="none", metrics=False))
         config = EngineConfig(quality="fast", model_name=name)
         engine = assemble(model, pool_tokens=2048, config=config, semblend=library, donor_bits=bits, directory=kv)
-        share_donors(engine, kv, str(tmp_path / "shared"), budget, every_s=0.0)
+        engine.reuse.share_donors(kv, str(tmp_path / "shared"), budget, every_s=0.0)
         engines.append(engine)
         return engine
 

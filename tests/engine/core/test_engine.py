@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from small_models import Characters
 
 from semblend import SemBlend, SemBlendConfig
 from semblend.confirm.outcome import Outcome
 from semblend.confirm.sinks import MemorySink
 from semblend.engine.core.assemble import assemble
-from semblend.engine.core.async_engine import AsyncEngine
 from semblend.engine.core.config import EngineConfig
 from semblend.engine.core.engine import Engine
 from semblend.engine.core.sequence import Completion, QueueFull
 from semblend.engine.core.stops import AnswerText, NoText
 from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.spec import ModelSpec
+from semblend.engine.server.local_engine import LocalEngine
 from semblend.errors import InputError, SemBlendError
 from semblend.materialize.contract import Rows
 from semblend.plan.reuse_plan import Decline, DeclineReason
@@ -670,10 +672,28 @@ def test_a_capture_that_fails_leaves_no_donor_to_be_found(model, sink):
 # -- asyncio -------------------------------------------------------------------------------------------------------
 
 
+@asynccontextmanager
+async def running(inner: Engine) -> AsyncIterator[LocalEngine]:
+    engine = LocalEngine(inner, Characters())
+    engine.start()
+    try:
+        yield engine
+    finally:
+        await asyncio.to_thread(engine.close)
+
+
+async def complete(engine: LocalEngine, request: Request) -> Completion:
+    return Completion.of([chunk async for chunk in engine.stream(request)])
+
+
+async def call(engine: LocalEngine, verb: Callable[[Engine], Any]) -> Any:
+    return await asyncio.wrap_future(engine.call_soon(verb))
+
+
 def test_many_readers_share_one_engine_and_who_leaves_frees_the_slot(model):
     asked = prompts(12, seed=9)
 
-    async def leave_after(engine: AsyncEngine, i: int, n: int) -> list[int]:
+    async def leave_after(engine: LocalEngine, i: int, n: int) -> list[int]:
         heard: list[int] = []
         stream = engine.stream(Request(f"leaves{i}", Prompt(asked[i]), Sampling(max_tokens=900, ignore_eos=True)))
         async for chunk in stream:
@@ -684,14 +704,14 @@ def test_many_readers_share_one_engine_and_who_leaves_frees_the_slot(model):
         return heard
 
     async def main() -> tuple[list[Completion], list[list[int]]]:
-        async with AsyncEngine(make_engine(model, tokens=4096)) as engine:
-            stay = [engine.complete(Request(f"r{i}", Prompt(p), Sampling(max_tokens=9))) for i, p in enumerate(asked)]
+        async with running(make_engine(model, tokens=4096)) as engine:
+            stay = [complete(engine, Request(f"r{i}", Prompt(p), Sampling(max_tokens=9))) for i, p in enumerate(asked)]
             leave = [leave_after(engine, i, 3) for i in range(4)]
             both = await asyncio.gather(asyncio.gather(*stay), asyncio.gather(*leave))
-            while await engine.call(lambda e: e.has_work):
+            while await call(engine, lambda e: e.has_work):
                 await asyncio.sleep(0)
-            await engine.call(Engine.check)
-            assert (await engine.call(lambda e: e.load)).running == 0
+            await call(engine, Engine.check)
+            assert (await call(engine, lambda e: e.load)).running == 0
             return both
 
     stayed, left = asyncio.run(main())
@@ -702,7 +722,7 @@ def test_many_readers_share_one_engine_and_who_leaves_frees_the_slot(model):
 
 def test_a_cancelled_task_cancels_its_request(model):
     async def main() -> FinishReason | None:
-        async with AsyncEngine(make_engine(model)) as engine:
+        async with running(make_engine(model)) as engine:
             request = Request("r", Prompt([1, 2, 3]), Sampling(max_tokens=1000))
             started = asyncio.Event()
 
@@ -715,16 +735,16 @@ def test_a_cancelled_task_cancels_its_request(model):
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            while await engine.call(lambda e: e.has_work):
+            while await call(engine, lambda e: e.has_work):
                 await asyncio.sleep(0)
-            return (await engine.complete(Request("next", Prompt([1]), Sampling(max_tokens=2)))).finish_reason
+            return (await complete(engine, Request("next", Prompt([1]), Sampling(max_tokens=2)))).finish_reason
 
     assert asyncio.run(main()) is FinishReason.LENGTH
 
 
 def test_closing_ends_every_stream_and_takes_no_more(model):
     async def main() -> Chunk:
-        engine = AsyncEngine(make_engine(model))
+        engine = LocalEngine(make_engine(model), Characters())
         engine.start()
         stream = engine.stream(Request("r", Prompt([1, 2, 3]), Sampling(max_tokens=1000)))
         await anext(stream)
@@ -733,7 +753,7 @@ def test_closing_ends_every_stream_and_takes_no_more(model):
         with pytest.raises(SemBlendError, match="closed"):
             engine.stream(Request("late", Prompt([1])))
         with pytest.raises(SemBlendError, match="closed"):
-            await engine.call(Engine.check)
+            await call(engine, Engine.check)
         return last
 
     assert asyncio.run(main()).finish_reason is FinishReason.CANCELLED

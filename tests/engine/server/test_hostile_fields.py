@@ -26,9 +26,9 @@ from semblend.engine.core.config import EngineConfig  # noqa: E402
 from semblend.engine.model.model import DecoderModel  # noqa: E402
 from semblend.engine.model.spec import ModelSpec  # noqa: E402
 from semblend.engine.server.config import ServeConfig  # noqa: E402
-from semblend.engine.server.openapi.document import OPERATIONS, write_document  # noqa: E402
+from semblend.engine.server.local_engine import LocalEngine  # noqa: E402
+from semblend.engine.server.openapi import OPERATIONS, write_document  # noqa: E402
 from semblend.engine.server.routes import create_app  # noqa: E402
-from semblend.engine.server.serving_adapter import LocalEngine  # noqa: E402
 from semblend.engine.server.tenants import Tenants  # noqa: E402
 
 SHAPE = {

@@ -24,9 +24,8 @@ from semblend.engine.model.tokenizer import (  # noqa: E402
     ModelTokenizer,
 )
 from semblend.engine.server.config import ServeConfig  # noqa: E402
-from semblend.engine.server.keys import read_keys_file  # noqa: E402
 from semblend.engine.server.routes import create_app, listen  # noqa: E402
-from semblend.engine.server.tenants import Tenants  # noqa: E402
+from semblend.engine.server.tenants import Tenants, read_keys_file  # noqa: E402
 from semblend.errors import ConfigError, InputError  # noqa: E402
 from semblend.facade import SemBlend  # noqa: E402
 from semblend.models import resolve  # noqa: E402

@@ -11,8 +11,7 @@ from semblend.cli.commands import serve
 from semblend.cli.main import build_parser
 from semblend.config import read_key_variables
 from semblend.engine.server.config import ServeConfig
-from semblend.engine.server.keys import read_keys_file, read_pairs
-from semblend.engine.server.tenants import Tenants
+from semblend.engine.server.tenants import Tenants, read_keys_file, read_pairs
 from semblend.errors import ConfigError
 from semblend.wire.errors import ApiError
 

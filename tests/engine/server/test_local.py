@@ -16,7 +16,7 @@ from semblend.engine.core.assemble import assemble
 from semblend.engine.core.config import EngineConfig
 from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.spec import ModelSpec
-from semblend.engine.server.serving_adapter import LocalEngine
+from semblend.engine.server.local_engine import LocalEngine
 from semblend.materialize.gate.thresholds import choose_table
 from semblend.prompt import Prompt
 from semblend.wire.errors import ApiError
@@ -75,7 +75,7 @@ def test_n_answers_come_with_one_receipt_and_the_prompt_is_computed_once():
     for chunk in chunks:
         assert chunk.logprobs[0].token == chr(chunk.token_ids[0])
         assert len(chunk.logprobs[0].top) == 2
-    assert engine._inner.reuse.semblend.totals().tokens["exact"] == 2 * 48
+    assert engine.engine.reuse.semblend.totals().tokens["exact"] == 2 * 48
     assert engine.stats()["running"] == 0
 
 
@@ -105,9 +105,9 @@ def test_leaving_the_stream_frees_everything():
         stream = engine.submit(ask(engine, "r", n=2, max_tokens=400))
         await anext(stream)
         await stream.aclose()
-        while await engine.engine.call(lambda inner: inner.has_work):
+        while await asyncio.wrap_future(engine.call_soon(lambda inner: inner.has_work)):
             await asyncio.sleep(0)
-        await engine.engine.call(lambda inner: inner.check())
+        await asyncio.wrap_future(engine.call_soon(lambda inner: inner.check()))
         return engine.stats()
 
     assert run(engine, talk)["running"] == 0
@@ -138,7 +138,7 @@ def test_a_failing_engine_is_500_and_tells_nothing_of_its_inside(monkeypatch):
     from semblend.engine.server.routes import create_app
 
     engine = make()
-    monkeypatch.setattr(engine._inner.model, "forward", lambda rows, pool: 1 / 0)
+    monkeypatch.setattr(engine.engine.model, "forward", lambda rows, pool: 1 / 0)
 
     async def talk():
         transport = httpx.ASGITransport(create_app(engine))
@@ -178,7 +178,7 @@ def test_over_http_a_moved_document_is_reused_and_the_books_agree():
             ]
             too_high = await http.post("/v1/completions", json={"prompt": [1, 5000]})
             live = (await http.get("/api/live")).json()
-        await engine.engine.call(lambda inner: inner.check())
+        await asyncio.wrap_future(engine.call_soon(lambda inner: inner.check()))
         return bodies, too_high, live
 
     (first, second), too_high, live = run(engine, talk)
@@ -223,7 +223,7 @@ def test_a_hostile_number_beside_a_victim_leaves_the_victims_answer_alone(hostil
             attack = {"prompt": "hi", "max_tokens": 20, "ignore_eos": True, **hostile}
             posts = [http.post("/v1/completions", json=body) for body in (victim, attack, victim, attack)]
             answers = await asyncio.gather(*posts)
-        await engine.engine.call(lambda inner: inner.check())
+        await asyncio.wrap_future(engine.call_soon(lambda inner: inner.check()))
         return expected, answers
 
     expected, (first, attacked, second, _) = run(engine, talk)
@@ -257,7 +257,7 @@ def test_closing_removes_donor_kv_from_disk_and_keeps_the_donors_in_their_store(
 
     async def talk():
         _ = [chunk async for chunk in engine.submit(ask(engine, "one"))]
-        await engine.engine.call(lambda inner: None)
+        await asyncio.wrap_future(engine.call_soon(lambda inner: None))
         written.append(len(list(disk.rglob("*.kv"))))
 
     run(engine, talk)

@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 import pytest
 
-from semblend.engine.server.merge import MOST_UNREAD, merge
+from semblend.engine.server.serving import MAX_UNREAD, merge
 
 
 async def count(name, last, closed, *, fails=False):
@@ -75,8 +75,8 @@ def test_a_slow_reader_holds_the_streams_back():
     async def main():
         async with aclosing(merge([endless(), endless()])) as merged:
             await anext(merged)
-            for _ in range(4 * MOST_UNREAD):
+            for _ in range(4 * MAX_UNREAD):
                 await asyncio.sleep(0)
-        assert made <= MOST_UNREAD + 4
+        assert made <= MAX_UNREAD + 4
 
     asyncio.run(main())

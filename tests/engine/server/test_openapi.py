@@ -16,7 +16,7 @@ from starlette.testclient import TestClient  # noqa: E402
 
 from semblend.config import SemBlendConfig  # noqa: E402
 from semblend.engine.server.config import ServeConfig  # noqa: E402
-from semblend.engine.server.openapi.document import OPERATIONS  # noqa: E402
+from semblend.engine.server.openapi import OPERATIONS  # noqa: E402
 from semblend.engine.server.routes import create_app  # noqa: E402
 from semblend.engine.server.tenants import Tenants  # noqa: E402
 from semblend.facade import SemBlend  # noqa: E402

@@ -26,10 +26,11 @@ from hypothesis import strategies as st  # noqa: E402
 from semblend.config import SemBlendConfig  # noqa: E402
 from semblend.confirm.outcome import Outcome  # noqa: E402
 from semblend.confirm.receipt import Receipt  # noqa: E402
+from semblend.engine.server.admission import AdmissionQueue  # noqa: E402
 from semblend.engine.server.config import ServeConfig  # noqa: E402
 from semblend.engine.server.dashboard import ColdEstimate, LiveBoard, LiveRequest, draw_strip  # noqa: E402
-from semblend.engine.server.limits import MOST_BODY_BYTES, Gate  # noqa: E402
 from semblend.engine.server.routes import create_app, listen  # noqa: E402
+from semblend.engine.server.service import MAX_BODY_BYTES  # noqa: E402
 from semblend.engine.server.tenants import Identity, Tenants, bearer  # noqa: E402
 from semblend.errors import CapacityError, ConfigError  # noqa: E402
 from semblend.facade import SemBlend  # noqa: E402
@@ -562,7 +563,7 @@ class RecordsEncoding(FakeEngine):
         return super().encode(text, **how)
 
 
-HUGE = "7" * (MOST_BODY_BYTES - 4096)  # as much as fits the body
+HUGE = "7" * (MAX_BODY_BYTES - 4096)  # as much as fits the body
 TOO_LONG = [
     (CHAT, chat(HUGE), "messages"),
     (CHAT, {"messages": [{"role": "user", "content": HUGE[: len(HUGE) // 64]}] * 64}, "messages"),
@@ -599,11 +600,11 @@ def test_refusing_sixteen_megabytes_takes_milliseconds():
     from semblend.engine.server.service import Service
     from semblend.wire.completions import CompletionRequest
 
-    service = Service(engine(), ServeConfig(), Gate(1, 1))
+    service = Service(engine(), ServeConfig(), AdmissionQueue(1, 1))
     asked = CompletionRequest.parse(json.dumps({"prompt": 2 * HUGE}), most_n=1)
     started = time.thread_time()
     with pytest.raises(ApiError, match="characters"):
-        service.check_length(asked)
+        service.check(asked)
     assert time.thread_time() - started < 0.1
 
 
@@ -822,7 +823,7 @@ def test_what_a_tenant_reads_is_the_same_whatever_the_others_do(path, monkeypatc
                 await http.post(CHAT, json=chat(f"{number}\n{DOCUMENT}", max_tokens=1), headers=key("sk-acme"))
             fake.hold.clear()
             flood = [asyncio.create_task(http.post(CHAT, json=chat(), headers=key("sk-acme"))) for _ in range(9)]
-            gate = app.state.service.gate
+            gate = app.state.service.admission
             await until(lambda: gate.count("acme").refused > 0)
             after = (await http.get(path, headers=key("sk-bolt"))).text
             fake.hold.set()
@@ -871,7 +872,7 @@ def test_a_flood_of_one_tenant_leaves_the_other_served():
         app = create_app(fake, ServeConfig(tenants=RING, max_running=2, max_waiting=3))
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
             loud = [asyncio.create_task(http.post(CHAT, json=chat(), headers=key("sk-acme"))) for _ in range(12)]
-            gate = app.state.service.gate
+            gate = app.state.service.admission
             await until(lambda: gate.count("acme").refused == 7)
             quiet = [asyncio.create_task(http.post(CHAT, json=chat(), headers=key("sk-bolt"))) for _ in range(2)]
             await until(lambda: (gate.count("bolt").running, gate.count("bolt").waiting) == (1, 1))
@@ -977,22 +978,21 @@ def test_sixteen_megabytes_are_refused_by_their_length_before_a_byte_is_read():
                 assert answer.json()["error"]["code"] == "body_too_large"
                 assert read == 0
             assert (await http.post(CHAT, content=drip())).status_code == 413  # no length: read up to the limit
-            assert read == MOST_BODY_BYTES // 65_536 + 1
+            assert read == MAX_BODY_BYTES // 65_536 + 1
 
     run(test)
 
 
 def test_the_default_limit_of_a_body_follows_from_the_context():
-    from semblend.engine.server.limits import ESCAPED_BYTES, ROOM_BESIDE_TEXT
-    from semblend.engine.server.service import Service
+    from semblend.engine.server.service import ESCAPED_BYTES, ROOM_BESIDE_TEXT, Service
 
     def limit(context: int, **limits: Any) -> int:
-        return Service(engine(max_context=context), ServeConfig(**limits), Gate(1, 1)).body_limit
+        return Service(engine(max_context=context), ServeConfig(**limits), AdmissionQueue(1, 1)).body_limit
 
     chars = engine().longest_token_chars
     assert limit(8192, max_list_chars=1) == ROOM_BESIDE_TEXT + ESCAPED_BYTES * 8192 * chars
     assert limit(8192, max_list_chars=600_000) == ROOM_BESIDE_TEXT + ESCAPED_BYTES * 600_000
-    assert limit(10**7) == MOST_BODY_BYTES
+    assert limit(10**7) == MAX_BODY_BYTES
     assert limit(10**7, max_body_bytes=5 * 10**7) == 5 * 10**7
 
 
@@ -1111,7 +1111,7 @@ def test_a_full_queue_is_429_with_retry_after_and_drains():
         transport = httpx.ASGITransport(
             app := create_app(fake, ServeConfig(max_running=2, max_waiting=1, retry_after_s=3))
         )
-        gate: Gate = app.state.service.gate
+        gate: AdmissionQueue = app.state.service.admission
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
             held = [asyncio.create_task(http.post(CHAT, json=chat(stream=n == 0))) for n in range(3)]
             await until(lambda: (gate.running, gate.waiting) == (2, 1))
@@ -1130,7 +1130,7 @@ def test_a_full_queue_is_429_with_retry_after_and_drains():
 
 def test_a_gate_gives_back_the_place_of_one_who_left_the_line_even_in_the_moment_of_his_turn():
     async def test():
-        gate = Gate(1, 5)
+        gate = AdmissionQueue(1, 5)
         await gate.enter()
         first, second = (asyncio.create_task(gate.enter()) for _ in range(2))
         await until(lambda: gate.waiting == 2)
@@ -1166,7 +1166,7 @@ def test_two_hundred_clients_at_once_are_all_answered_right():
                 "".join(_told(answer.text)) if n % 3 == 0 else answer.json()["choices"][0]["message"]["content"]
             )
         service = app.state.service
-        assert (service.gate.running, service.gate.waiting, fake.running) == (0, 0, set())
+        assert (service.admission.running, service.admission.waiting, fake.running) == (0, 0, set())
 
     run(test)
 
@@ -1233,7 +1233,7 @@ def test_a_client_that_hangs_up_frees_its_place_and_the_engine_stops(stream):
             answer = _retried(lambda: http.post(CHAT, json=chat()))
             assert answer.status_code == 200
             assert http.get("/api/live").json()["totals"]["states"] == {"cancelled": 1, "done": 1}
-        assert app.state.service.gate.running == 0
+        assert app.state.service.admission.running == 0
 
 
 def _retried(ask: Callable[[], Any]) -> Any:
@@ -1248,7 +1248,7 @@ def _retried(ask: Callable[[], Any]) -> Any:
 def test_a_client_that_leaves_the_line_frees_its_place_there():
     fake = Stuck()
     with real_server(fake, max_running=1, max_waiting=1) as (host, port, app):
-        gate = app.state.service.gate
+        gate = app.state.service.admission
         with socket.create_connection((host, port), timeout=300) as first:
             first.sendall(post(CHAT, chat(stream=True)))
             assert fake.started.wait(300)
@@ -1296,7 +1296,7 @@ def test_clients_that_vanish_at_random_moments_leave_nothing_behind(seed):
                 wires.pop(rng.randrange(len(wires))).close()
         for wire in wires:
             wire.close()
-        gate = app.state.service.gate
+        gate = app.state.service.admission
         _spin(lambda: (gate.running, gate.waiting, len(fake.running)) == (0, 0, 0))
         answer = httpx.post(f"http://{host}:{port}{CHAT}", json=chat(), timeout=300)
         assert answer.status_code == 200
@@ -1316,7 +1316,7 @@ class Flood(FakeEngine):
 def test_a_client_that_stops_reading_loses_its_place_when_its_time_is_over():
     fake = Flood(SemBlend(SemBlendConfig(embedder="none")))
     with real_server(fake, request_timeout_s=1) as (host, port, app):
-        gate = app.state.service.gate
+        gate = app.state.service.admission
         with socket.create_connection((host, port), timeout=300) as wire:
             wire.sendall(post(CHAT, chat(stream=True)))
             _spin(lambda: gate.running == 1)

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the server needs fastapi")
 
-from semblend.engine.server.tokenizing import TokenizerPool
+from semblend.engine.server.admission import TokenizerPool
 from semblend.wire.errors import ApiError
 
 WAIT_S = 120.0

@@ -6,13 +6,12 @@ import asyncio
 import json
 
 import pytest
+from aiohttp import web
+from http_answers import answering
+from hypothesis import given
+from hypothesis import strategies as st
 
-httpx = pytest.importorskip("httpx", reason="live runs need httpx")
-
-from hypothesis import given  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-
-from sembench.backends import (  # noqa: E402  # noqa: E402  # noqa: E402
+from sembench.backends import (
     Exchange,
     PromptCall,
     SseParser,
@@ -26,7 +25,7 @@ from sembench.backends import (  # noqa: E402  # noqa: E402  # noqa: E402
     post_stream,
     read_route,
 )
-from semblend.errors import InputError  # noqa: E402
+from semblend.errors import InputError
 
 CALL = PromptCall(text="Hi", max_tokens=4, request_id="r1", tenant="a", salt="s", top_logprobs=2)
 
@@ -53,11 +52,11 @@ def test_data_of_several_lines_is_one_event():
 
 def exchange(body: bytes, *, status: int = 200, kind: str = "text/event-stream") -> Exchange:
     async def ask() -> Exchange:
-        def answer(request):
-            return httpx.Response(status, headers={"content-type": kind, "x-route": "semantic"}, content=body)
+        async def answer(_request):
+            return web.Response(status=status, headers={"content-type": kind, "x-route": "semantic"}, body=body)
 
-        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
-            return await post_stream(client, "http://server/x", {}, {})
+        async with answering(answer) as (client, url):
+            return await post_stream(client, url, {}, {})
 
     return asyncio.run(ask())
 

@@ -12,20 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import uvicorn
 
-pytest.importorskip("httpx", reason="live runs need httpx")
 pytest.importorskip("fastapi", reason="the server needs fastapi")
-uvicorn = pytest.importorskip("uvicorn", reason="a real socket needs uvicorn")
 
-from sembench.cli import main  # noqa: E402
-from sembench.manifests.cases import choose_cases, read_manifest, take_turns, write_manifest  # noqa: E402  # noqa: E402
-from sembench.result import read_result  # noqa: E402
-from semblend.config import SemBlendConfig  # noqa: E402
-from semblend.engine.server.config import ServeConfig  # noqa: E402
-from semblend.engine.server.routes import create_app  # noqa: E402
-from semblend.engine.server.tenants import Tenants  # noqa: E402
-from semblend.facade import SemBlend  # noqa: E402
-from tests.fakes.fake_engine import FakeEngine, Pace  # noqa: E402
+from sembench.cli import main
+from sembench.manifests.cases import choose_cases, read_manifest, take_turns, write_manifest
+from sembench.result import read_result
+from semblend.config import SemBlendConfig
+from semblend.engine.server.config import ServeConfig
+from semblend.engine.server.routes import create_app
+from semblend.engine.server.tenants import Tenants
+from semblend.facade import SemBlend
+from tests.fakes.fake_engine import FakeEngine, Pace
 
 README_GATES = (
     "--min-quality-pass-rate", "0.30", "--min-backend-confirmed-block-rate", "0.05",
@@ -166,7 +165,7 @@ def test_the_embedded_engine_with_a_random_model_confirms_its_reuse(tmp_path):
     from semblend.engine.core.stops import NoText
     from semblend.engine.model.model import DecoderModel
     from semblend.engine.model.spec import ModelSpec
-    from semblend.engine.server.serving_adapter import LocalEngine
+    from semblend.engine.server.local_engine import LocalEngine
 
     class Bytes(NoText):
         """A tokenizer whose tokens are bytes below 128."""

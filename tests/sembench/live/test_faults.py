@@ -9,15 +9,14 @@ import time
 from pathlib import Path
 
 import pytest
+from aiohttp import web
+from http_answers import answering
+from live_cases import gateway_code, manifest, run_gateway
+from lying_backend import LyingBackend
 
-httpx = pytest.importorskip("httpx", reason="live runs need httpx")
-
-from live_cases import gateway_code, manifest, run_gateway  # noqa: E402
-from lying_backend import LyingBackend  # noqa: E402
-
-import sembench  # noqa: E402
-from sembench.backends import post_stream  # noqa: E402
-from sembench.cli import main  # noqa: E402
+import sembench
+from sembench.backends import post_stream
+from sembench.cli import main
 
 
 def sembench_(*words: object) -> int:
@@ -164,12 +163,12 @@ def test_a_server_that_hangs_is_given_up_after_three_requests(tmp_path, capsys):
 
 def test_an_event_that_is_cut_inside_its_json_is_an_error():
     async def asked():
-        def half(_request):
+        async def half(_request):
             body = b'data: {"choices": [{"delta": {"content": "yes"}}]}\n\ndata: {"choices": [{"de'
-            return httpx.Response(200, content=body, headers={"content-type": "text/event-stream"})
+            return web.Response(body=body, headers={"content-type": "text/event-stream"})
 
-        async with httpx.AsyncClient(transport=httpx.MockTransport(half)) as client:
-            return await post_stream(client, "http://x/", {}, {})
+        async with answering(half) as (client, url):
+            return await post_stream(client, url, {}, {})
 
     exchange = asyncio.run(asked())
     assert exchange.error == "the stream was cut: it ended without [DONE]"

@@ -6,15 +6,13 @@ import asyncio
 import json
 
 import pytest
+from http_answers import answering, say
+from live_cases import gateway_code, manifest, run_gateway
+from lying_backend import Lie, LyingBackend
 
-httpx = pytest.importorskip("httpx", reason="live runs need httpx")
-
-from live_cases import gateway_code, manifest, run_gateway  # noqa: E402
-from lying_backend import Lie, LyingBackend  # noqa: E402
-
-from sembench.cli import build_parser, main  # noqa: E402
-from sembench.live.session import judge_answers, parse_points  # noqa: E402
-from sembench.result import RequestRecord, read_result  # noqa: E402
+from sembench.cli import build_parser, main
+from sembench.live.judge import judge_answers, parse_points
+from sembench.result import RequestRecord, read_result
 
 
 def run(*words):
@@ -194,9 +192,9 @@ def test_a_judges_points_are_read_or_not_at_all(reply, score):
 def test_a_judge_sees_the_question_the_reference_and_no_arm():
     asked = []
 
-    def answer(request):
-        asked.append(json.loads(request.content)["messages"][0]["content"])
-        return httpx.Response(200, json={"choices": [{"message": {"content": "8"}}]})
+    async def answer(request):
+        asked.append((await request.json())["messages"][0]["content"])
+        return say("8")
 
     def record(arm, **more):
         return RequestRecord(
@@ -210,8 +208,8 @@ def test_a_judge_sees_the_question_the_reference_and_no_arm():
     ]
 
     async def work(questions):
-        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
-            return await judge_answers(client, "http://judge", "m", records, questions)
+        async with answering(answer) as (client, url):
+            return await judge_answers(client, url, "m", records, questions)
 
     gold = asyncio.run(work({"i": ("Which code?", ["K17"])}))
     assert [one.judge_score for one in gold] == [0.8, 0.8, None]
@@ -226,19 +224,19 @@ def test_a_judge_sees_the_question_the_reference_and_no_arm():
 def test_a_judge_that_fails_is_asked_again_and_one_that_never_answers_gives_no_points():
     left = [2]
 
-    def answer(request):
+    async def answer(request):
         left[0] -= 1
         if left[0] >= 0:
-            raise httpx.RemoteProtocolError("the server closed the connection")
-        return httpx.Response(200, json={"choices": [{"message": {"content": "10"}}]})
+            request.transport.close()
+        return say("10")
 
     said = RequestRecord(
         item_id="i", dataset="d", transform="t", negative_control=False, pair_id="i", arm="cold", output_text="K17"
     )
 
     async def work():
-        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
-            return await judge_answers(client, "http://judge", "m", [said], {"i": ("Which code?", ["K17"])})
+        async with answering(answer) as (client, url):
+            return await judge_answers(client, url, "m", [said], {"i": ("Which code?", ["K17"])})
 
     assert asyncio.run(work())[0].judge_score == 1.0
     left[0] = 99

@@ -9,9 +9,6 @@ import json
 import math
 
 import pytest
-
-pytest.importorskip("httpx", reason="live runs need httpx")
-
 from hypothesis import given
 from hypothesis import strategies as st
 from live_cases import manifest, positive

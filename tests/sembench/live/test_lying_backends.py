@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-pytest.importorskip("httpx", reason="live runs need httpx")
-
 from live_cases import gateway_code, manifest, run_gateway
 from lying_backend import Lie, LyingBackend
 

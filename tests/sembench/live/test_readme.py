@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("httpx", reason="live runs need httpx")
 pytest.importorskip("torch", reason="the engine needs torch")
 pytest.importorskip("uvicorn", reason="a real socket needs uvicorn")
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 from contextlib import contextmanager
 
 import pytest
+from edge_servers import serve
+from live_cases import manifest, run_gateway
+from lying_backend import LyingBackend
 
-httpx = pytest.importorskip("httpx", reason="live runs need httpx")
-
-from edge_servers import serve  # noqa: E402
-from live_cases import manifest, run_gateway  # noqa: E402
-from lying_backend import LyingBackend  # noqa: E402
-
-from semantickv.apps.build import build_router  # noqa: E402
-from semantickv.settings import EdgeSettings  # noqa: E402
-from sembench.cli import main  # noqa: E402
+from semantickv.apps.build import build_router
+from semantickv.settings import EdgeSettings
+from sembench.cli import main
 
 PATIENCE_S = 120
 

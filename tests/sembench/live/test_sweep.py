@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("httpx", reason="live runs need httpx")
-
 from live_cases import manifest
 from lying_backend import LyingBackend
 
@@ -22,6 +19,7 @@ from sembench.cli import main
 from sembench.live.load import RequestArrival, draw_conversations, play
 from sembench.manifests.traffic import ConversationTurn
 from sembench.result import read_load_result
+from semblend._version import __version__
 
 Capture = pytest.CaptureFixture[str]
 
@@ -118,9 +116,9 @@ def test_an_interrupted_sweep_goes_on_and_asks_nothing_twice(tmp_path: Path, cap
     with backend.serving() as server:
         assert load(server.url, tmp_path, *flags, work=work) == 0
         whole = json.loads((tmp_path / "load.json").read_text())
-        header = {"partial_version": "sembench.load.partial.v1", "what": {**whole["config"]}}
-        header["what"]["server_identity"] = whole["run"]["server_identity"]
-        lines = [header, whole["points"][0]]
+        what = {**whole["config"], "server_identity": whole["run"]["server_identity"]}
+        header = {"partial_version": "sembench.partial.v1", "sembench_version": __version__, "what": what}
+        lines = [header, {"item_id": "50.0 None", "records": whole["points"][0]}]
         (tmp_path / "load.json.partial.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         before = backend.answered
         assert load(server.url, tmp_path, *flags, "--resume", work=work) == 0

@@ -10,9 +10,6 @@ import json
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("httpx", reason="live runs need httpx")
-
 from live_cases import gateway_code, manifest
 from lying_backend import SLOW_S, Lie, LyingBackend
 

@@ -17,17 +17,18 @@ from sembench.files import hash_file
 from sembench.manifests.build import ALL_TRANSFORMS, DonorRuns, ManifestBuilder
 from sembench.manifests.cases import read_manifest, write_manifest
 from sembench.manifests.datasets import (
-    TEXTS,
     PortableRandom,
     Source,
     SourceSelection,
     Task,
     load_sources,
+    read_texts,
     write_document,
 )
 from sembench.manifests.transforms import DECOYS, TransformOptions, cut_segments, reword
 from semblend.errors import InputError
 
+TEXTS = read_texts("fixture_texts")["text"]
 FIXTURE_SHA256 = "fe66ec560476ee4b0187abaa65328870d9be2e60ec01fbaa0e80fcfb6f85e44a"
 
 
@@ -60,15 +61,15 @@ def test_every_transform_is_in_the_fixture(cases):
 
 
 def test_no_sentence_of_the_fixture_is_used_twice():
-    sentences = [s for text in TEXTS for part in text.paragraphs for s in part.split(". ") if len(s) > 25]
+    sentences = [s for text in TEXTS for part in text["paragraphs"] for s in part.split(". ") if len(s) > 25]
     assert [s for s, count in Counter(sentences).items() if count > 1] == []
 
 
 def test_every_fact_of_the_fixture_stands_in_its_text_once():
     for text in TEXTS:
-        whole = "\n\n".join(text.paragraphs)
-        for fact in text.facts:
-            assert whole.count(fact.answer) == 1, (text.name, fact)
+        whole = "\n\n".join(text["paragraphs"])
+        for fact in text["facts"]:
+            assert whole.count(fact["answer"]) == 1, (text["name"], fact)
 
 
 def test_answers_stand_in_the_recipient(cases):
@@ -137,7 +138,7 @@ def test_negative_controls_are_held_out_and_share_nothing_with_any_donor(cases):
 
 
 def test_a_held_out_document_that_shares_text_with_a_donor_is_left_out_and_counted():
-    text = "\n\n".join(TEXTS[0].paragraphs)
+    text = "\n\n".join(TEXTS[0]["paragraphs"])
     sources = [Source("d", "a", text, (Task("q"),)), Source("d", "b", text, (Task("q"),), held_out=True)]
     builder = ManifestBuilder(("exact_repeat", "negative_control"))
     assert [case.transform for case in builder.build_cases([sources])] == ["exact_repeat"]

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from sembench.report.page import render_load_html
+from sembench.report import build_load_report
 from sembench.result import LoadPoint, LoadResult
 
 
@@ -22,7 +22,7 @@ def make_point(rate: float | None, limit: int | None, ttft_ms: float = 1500.0, t
 def render(*points: LoadPoint, **slo: float) -> str:
     run = {"timestamp_utc": "2026-11-17T06:33:27Z"}
     result = LoadResult(run=run, config={"model": "m", "slo": slo}, environment={}, points=points)
-    return html.unescape(render_load_html(result, "A load")).replace("\xa0", " ")
+    return html.unescape(build_load_report(result, "A load").html).replace("\xa0", " ")
 
 
 def read_legends(page: str) -> list[list[str]]:

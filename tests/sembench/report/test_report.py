@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from verdict_samples import changed, live_records, result_of, written
 
 from sembench.cli import main
-from sembench.report import ReportView, build_view, render_html, render_markdown
+from sembench.report import ReportView, build_report, build_view
 from sembench.report.charts import FIGURES
 from sembench.report.story import build_tiles, list_absent, write_headline
 from sembench.result import RequestRecord
@@ -79,14 +79,14 @@ def offline() -> ReportView:
 
 
 def test_the_page_needs_nothing_but_itself(live: ReportView) -> None:
-    page = render_html(live, "A run").replace(write_icon(), "")  # a picture inside the page
+    page = build_report(live, "A run").html.replace(write_icon(), "")  # a picture inside the page
     seen = parsed(page)
     assert not {tag for tag, _ in seen.tags} & {"script", "link", "img", "iframe", "object", "embed"}
     assert not re.search(r"https?://|url\(|@import|src=|href=", page)
 
 
 def test_the_page_says_what_it_shows_to_those_who_do_not_see_it(live: ReportView) -> None:
-    seen = parsed(render_html(live, "A run"))
+    seen = parsed(build_report(live, "A run").html)
     drawings = [attrs for tag, attrs in seen.tags if tag == "svg" and attrs.get("aria-hidden") != "true"]
     assert len(drawings) == 2 * sum(figure(live) is not None for figure in FIGURES)
     assert all(attrs["role"] == "img" and len(str(attrs["aria-label"])) > 20 for attrs in drawings)
@@ -114,7 +114,7 @@ def test_what_was_not_measured_is_said_and_not_drawn(offline: ReportView) -> Non
 
 def test_a_result_without_requests_still_makes_a_page() -> None:
     view = build_view(result_of([], aggregate={}, by_transform={}, paired=None))
-    parsed(render_html(view, "empty"))
+    parsed(build_report(view, "empty").html)
     assert write_headline(view).startswith("Do not believe this result")
     assert all(figure(view) is None for figure in FIGURES)
 
@@ -135,10 +135,10 @@ def test_text_of_servers_and_models_stays_text() -> None:
     view = build_view(
         result_of(records, config={"mode": HOSTILE, "model": HOSTILE}, aggregate={}, by_transform={}, paired=None)
     )
-    seen = parsed(render_html(view, HOSTILE, [{"engine": HOSTILE, "caveat": HOSTILE}]))
+    seen = parsed(build_report(view, HOSTILE, [{"engine": HOSTILE, "caveat": HOSTILE}]).html)
     assert not {tag for tag, _ in seen.tags} & {"script", "img"}
     assert any("alert('x')" in text for text in seen.text)
-    page = render_markdown(view, HOSTILE)
+    page = build_report(view, HOSTILE).markdown
     assert "<script>" not in page
     for block in re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE):
         assert len({len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}) == 1
@@ -193,7 +193,7 @@ def test_speed_that_unrelated_pairs_have_too_is_no_headline() -> None:
 
 def test_many_pairs_make_a_page_of_bounded_size() -> None:
     view = build_view(result_of(live_records(90), aggregate={}, by_transform={}, paired=None))
-    page = render_html(view, "large")
+    page = build_report(view, "large").html
     assert len(page) < 2_000_000
     assert "of 630 pairs are drawn" in page
 

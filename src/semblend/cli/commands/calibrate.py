@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from semblend.cli.commandline import Commands, add_command
 from semblend.cli.output import Progress, check_target, say, table, write_json
-from semblend.cli.shared_flags import add_dtype, engine_imports
+from semblend.cli.shared_flags import add_machine, add_model, engine_imports
 from semblend.errors import InputError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ WITHOUT_DIAL = "passages in order go by thresholds, which numbers scale; moved o
 def add(commands: Commands) -> None:
     parser = add_command(commands, "calibrate", run, examples=EXAMPLES)
     flag = parser.add_argument
-    flag("--model", default="smollm2-135m", help="a pulled model's name, a folder or a GGUF file")
+    add_model(parser)
     flag("--prompts", metavar="FILE", help="JSONL of logged prompts, - for stdin (default: built-in texts)")
     flag("--limit", type=int, default=DEFAULT_LIMIT, metavar="N", help=f"prompts to measure (default: {DEFAULT_LIMIT})")
     flag("--max-tokens", type=int, default=4096, metavar="N", help="leave longer prompts out, in tokens")
@@ -55,9 +55,7 @@ def add(commands: Commands) -> None:
         metavar="N",
         help=f"of each cold answer, over which divergence is averaged (default: {DEFAULT_ANSWER})",
     )
-    flag("--device", default="", help="cpu or cuda (default: cuda where there is one)")
-    add_dtype(parser)
-    flag("--threads", type=int, default=0, metavar="N", help="CPU threads, at most (default: as torch chooses)")
+    add_machine(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from semblend.cli.commandline import Commands, add_command
 from semblend.cli.output import Progress, check_target, say, table, write_json
-from semblend.cli.shared_flags import engine_imports
+from semblend.cli.shared_flags import add_model, add_threads, engine_imports
 from semblend.config import load_config
 
 if TYPE_CHECKING:
@@ -28,11 +28,11 @@ EXAMPLES = (
 def add(commands: Commands) -> None:
     parser = add_command(commands, "demo", run, examples=EXAMPLES)
     flag = parser.add_argument
-    flag("--model", default="smollm2-135m", help="a pulled model's name, a folder or a GGUF file")
+    add_model(parser)
     flag("--long", action="store_true", help="documents of about 4,000 tokens instead of 1,000")
     flag("--json", metavar="FILE", help="write all figures, answers and receipts here")
     flag("--plot", metavar="FILE.png", help="draw the figures here (needs the extra lab)")
-    flag("--threads", type=int, default=0, metavar="N", help="CPU threads, at most (default: as torch chooses)")
+    add_threads(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(launch: Any, *, long: bool) -> DemoOutcome:
-    from semblend.demo.runner import Demo, DemoOutcome, Watched
+    from semblend.demo.runner import Demo, DemoOutcome, Watched, describe_machine
     from semblend.demo.workloads import dialogue, workloads
 
     path = launch.path
@@ -80,20 +80,8 @@ def _measure(launch: Any, *, long: bool) -> DemoOutcome:
     finally:
         progress.clear()
         engine.close()
-    return DemoOutcome(launch.config.model, _machine(launch, model, long=long), arms)
-
-
-def _machine(launch: Any, model: Any, *, long: bool) -> dict[str, Any]:
-    from semblend.engine.server.launch import threads_in_use, torch_version
-
-    return {
-        "device": launch.chosen_device,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "threads": threads_in_use(),
-        "torch": torch_version(),
-        "long": long,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
+    machine = describe_machine(model) | {"long": long, "date": datetime.now(UTC).isoformat(timespec="seconds")}
+    return DemoOutcome(launch.config.model, machine, arms)
 
 
 def _row(arm: Arm) -> tuple[str, ...]:

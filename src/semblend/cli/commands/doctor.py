@@ -46,9 +46,8 @@ class Check:
 
 
 def add(commands: Commands) -> None:
-    _add_version(commands)
-    parser = add_command(commands, "doctor", run)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    for name, command in (("version", show_version), ("doctor", run)):
+        add_command(commands, name, command).add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -93,7 +92,6 @@ def render(checks: list[Check]) -> str:
 
 
 def _base() -> Iterator[Check]:
-    from semblend._version import __version__
     from semblend.errors import SemBlendError
     from semblend.extras import DISTRIBUTION
     from semblend.name_clash import foreign_distribution, refuse_foreign_distribution
@@ -141,17 +139,15 @@ def _kernels() -> Iterator[Check]:
         yield Check(section, "compile", Status.FAIL, f"{type(error).__name__}: {error}", "reinstall numba and llvmlite")
         return
     yield Check(section, "compile", Status.OK, f"ready after {seconds:.2f} s")
-    yield _kernel_cache(section)
-
-
-def _kernel_cache(section: str) -> Check:
     from semblend.discover import kernels
 
     path = kernels.probe.stats.cache_path
     if path and os.path.isdir(path) and os.access(path, os.W_OK):
-        return Check(section, "cache", Status.OK, f"{path} (writable)")
-    hint = "set NUMBA_CACHE_DIR to a folder you can write to, or every start compiles again"
-    return Check(section, "cache", Status.WARN, f"{path} is not writable" if path else "no folder to keep it in", hint)
+        yield Check(section, "cache", Status.OK, f"{path} (writable)")
+    else:
+        hint = "set NUMBA_CACHE_DIR to a folder you can write to, or every start compiles again"
+        problem = f"{path} is not writable" if path else "no folder to keep it in"
+        yield Check(section, "cache", Status.WARN, problem, hint)
 
 
 def _packages() -> Iterator[Check]:
@@ -180,7 +176,7 @@ def _machine() -> Iterator[Check]:
         yield Check(section, "memory", Status.OK, f"{total / 1e9:.1f} GB{free}")
     gpus = list_gpus()
     for number, gpu in enumerate(gpus):
-        yield Check(section, f"GPU {number}", Status.OK, f"{gpu.name}, {gpu.memory}, driver {gpu.driver}")
+        yield Check(section, f"GPU {number}", Status.OK, gpu)
     if not gpus:
         yield Check(section, "GPU", Status.NOTE, "none that nvidia-smi knows; everything runs on the CPU")
     torch = installed_version("torch")
@@ -298,15 +294,6 @@ ENGINES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
-    """A GPU as its driver tells of it."""
-
-    name: str
-    memory: str
-    driver: str
-
-
-@dataclass(frozen=True, slots=True)
 class EngineVersions:
     """What is known of one engine's versions. ``evidence``: of the installed one; empty where there is none."""
 
@@ -334,8 +321,8 @@ def read_memory() -> tuple[int | None, int | None]:
     return total, available
 
 
-def list_gpus(run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run) -> list[Gpu]:
-    """The GPUs that nvidia-smi knows; none where it is missing, hangs or fails."""
+def list_gpus(run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run) -> list[str]:
+    """The GPUs that nvidia-smi knows, with memory and driver; none where it is missing, hangs or fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -347,7 +334,7 @@ def list_gpus(run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.
     if done.returncode:
         return []
     rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
-    return [Gpu(*row) for row in rows if len(row) == 3]
+    return [f"{row[0]}, {row[1]}, driver {row[2]}" for row in rows if len(row) == 3]
 
 
 def read_engine(package: str) -> EngineVersions:
@@ -391,11 +378,6 @@ def choose_next(engines: dict[str, EngineVersions], pulled: list[str]) -> tuple[
 
 
 # -- version ---------------------------------------------------------------------------------------------------------
-
-
-def _add_version(commands: Commands) -> None:
-    parser = add_command(commands, "version", show_version)
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def show_version(args: argparse.Namespace) -> int:

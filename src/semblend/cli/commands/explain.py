@@ -128,8 +128,7 @@ def _add_explore(commands: Commands) -> None:
 def explore(args: argparse.Namespace) -> int:
     """Open the explorer: a local page that shows which tokens of a prompt earlier prompts already hold."""
     from semblend.config import load_config
-    from semblend.explorer.app import ExplorerApp
-    from semblend.explorer.server import ExplorerServer
+    from semblend.explorer import ExplorerApp, ExplorerServer
     from semblend.text.tokenization import load_tokenizer
 
     if os.path.isdir(args.store):

@@ -6,18 +6,18 @@ import argparse
 import contextlib
 import signal
 from collections.abc import Iterator
+from dataclasses import fields
 
 from semblend.cli.commandline import INTERRUPTED, Commands, add_command
 from semblend.cli.output import say
-from semblend.cli.shared_flags import add_dtype
+from semblend.cli.shared_flags import add_machine, add_model, engine_imports
 from semblend.config import load_config, read_key_variables
 from semblend.engine.server.config import ServeConfig
-from semblend.engine.server.keys import KeyRing, read_keys_file, read_pairs
-from semblend.engine.server.tenants import Tenants
-from semblend.errors import ConfigError, MissingDependencyError
-from semblend.wire.loopback import is_loopback
+from semblend.engine.server.tenants import KeyRing, Tenants, read_keys_file, read_pairs
+from semblend.errors import ConfigError
+from semblend.wire.callers import is_loopback
 
-DEFAULTS = ServeConfig()
+SETTINGS = [setting for setting in fields(ServeConfig) if setting.metadata]
 EXAMPLES = (
     "semblend models pull smollm2-135m && semblend serve",
     "semblend serve --model ./Qwen2.5-0.5B-Instruct --port 8080 --quality fast",
@@ -27,56 +27,17 @@ EXAMPLES = (
 
 def add(commands: Commands) -> None:
     parser = add_command(commands, "serve", run, examples=EXAMPLES)
-    _add_model(parser)
-    _add_room(parser)
-    _add_callers(parser)
-    _add_limits(parser)
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model", default="smollm2-135m", help="a pulled model's name, a folder or a GGUF file")
-    add("--device", default="", help="cpu or cuda (default: cuda where there is one)")
-    add_dtype(parser)
-    limit = "CPU threads, at most (default: the cores this process may use)"
-    add("--threads", type=int, default=0, metavar="N", help=limit)
+    add_model(parser)
+    add_machine(parser)
     quality = "exact, fast, balanced, or how far an answer may move, in nats (default: SEMBLEND_QUALITY, else balanced)"
     add("--quality", default="", metavar="MODE", help=quality)
-    add(
-        "--thresholds", default="", metavar="FILE", help="thresholds of the quality gate, written by semblend calibrate"
-    )
-
-
-def _add_room(parser: argparse.ArgumentParser) -> None:
-    flag = parser.add_argument
-    for name, default, text in (
-        ("--pool-tokens", DEFAULTS.pool_tokens, "size of the KV pool, in tokens (default: 32768)"),
-        ("--step-tokens", DEFAULTS.step_tokens, "tokens computed in one scheduler step, at most (default: 512)"),
-        ("--donor-bytes", DEFAULTS.donor_host_bytes, "host memory for donor KV, in bytes (default: 2 GiB)"),
-        ("--donor-device-bytes", DEFAULTS.donor_device_bytes, "device memory for donor KV, in bytes (default: 0)"),
-        ("--donor-disk-bytes", DEFAULTS.donor_disk_bytes, "limit of --donor-dir, in bytes (default: 8 GiB)"),
-        (
-            "--donor-directory-bytes",
-            DEFAULTS.donor_directory_bytes,
-            "limit of --donor-directory, in bytes (default: 4 GiB)",
-        ),
-    ):
-        flag(name, type=int, default=default, help=text)
-    work = "milliseconds that a step works on prompts while answers of other tenants run, about (default: 40)"
-    flag("--step-work-ms", type=float, default=DEFAULTS.step_work_ms, metavar="MS", help=work)
-    flag("--donor-dir", default="", metavar="DIR", help="keep donor KV that falls out of memory here")
-    shared = "share donors in this folder with other servers of the machine and with semblend warm"
-    flag("--donor-directory", default="", metavar="DIR", help=shared)
-    orders = "keep the orders of passages over a restart here, see docs/guides/arrange.md"
-    flag("--arrange-file", default="", metavar="FILE", help=orders)
-    bits = "bits of a number of donor KV in memory and on disk; 8 halves the bytes (default: 16)"
-    flag("--donor-bits", type=int, default=DEFAULTS.donor_bits, choices=[16, 8], help=bits)
-
-
-def _add_callers(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=int, default=8000, metavar="PORT", help="port to listen on; 0 takes any free one")
+    for setting in SETTINGS:
+        shape = dict(setting.metadata)
+        names = shape.pop("names") or (f"--{setting.name.replace('_', '-')}",)
+        add(*names, dest=setting.name, type=type(setting.default), default=setting.default, **shape)
     add("--insecure-open", action="store_true", help="serve beyond this machine without keys: everyone is admin")
     add("--keys-file", default="", metavar="FILE", help="TOML file of keys, see docs/guides/serve.md")
     for name, value, text in (
@@ -89,38 +50,11 @@ def _add_callers(parser: argparse.ArgumentParser) -> None:
     add("--public-metrics", action="store_true", help="/metrics shows everybody's figures to anyone, without a key")
 
 
-def _add_limits(parser: argparse.ArgumentParser) -> None:
-    for name, count, text in (
-        ("--max-running", DEFAULTS.max_running, "requests answered at once, at most (default: 32)"),
-        ("--max-waiting", DEFAULTS.max_waiting, "requests that may wait; more are answered with 429 (default: 256)"),
-        ("--max-connections", DEFAULTS.max_connections, "open connections, at most (default: 1024)"),
-    ):
-        parser.add_argument(name, type=int, default=count, help=text)
-    for flags, seconds, text in (
-        (
-            ("--header-timeout",),
-            DEFAULTS.header_timeout_s,
-            "seconds for the headers of a request to arrive (default: 10)",
-        ),
-        (("--idle-timeout",), DEFAULTS.idle_timeout_s, "seconds that a connection may stay idle (default: 75)"),
-        (
-            ("--drain-seconds", "--drain"),
-            DEFAULTS.drain_s,
-            "seconds for running requests after a stop signal (default: 20)",
-        ),
-    ):
-        parser.add_argument(*flags, type=float, default=seconds, metavar="SECONDS", help=text)
-
-
 def run(args: argparse.Namespace) -> int:
     """Serve a model: an OpenAI-compatible API with semantic KV reuse, and a dashboard."""
-    try:
+    with engine_imports():
         from semblend.engine.server.launch import Launch
         from semblend.engine.server.routes import create_app, listen, serve
-    except ModuleNotFoundError as error:
-        raise MissingDependencyError(
-            f"the engine needs the package {error.name}", hint="pip install 'semblend-suite[local]'"
-        ) from None
     config = _make_config(args)
     library = load_config(**({"quality": args.quality} if args.quality else {}))
     launch = Launch(config)
@@ -177,28 +111,11 @@ def _make_config(args: argparse.Namespace) -> ServeConfig:
             hint="give keys (--keys-file), name a --trusted-front, or say --insecure-open",
         )
     return ServeConfig(
+        **{setting.name: getattr(args, setting.name) for setting in SETTINGS},
         model=args.model,
         device=args.device,
         dtype=args.dtype,
         threads=args.threads,
-        thresholds=args.thresholds,
-        pool_tokens=args.pool_tokens,
-        donor_device_bytes=args.donor_device_bytes,
-        donor_host_bytes=args.donor_bytes,
-        donor_disk_bytes=args.donor_disk_bytes,
-        donor_dir=args.donor_dir,
-        donor_bits=args.donor_bits,
-        donor_directory=args.donor_directory,
-        donor_directory_bytes=args.donor_directory_bytes,
-        arrange_file=args.arrange_file,
-        step_tokens=args.step_tokens,
-        step_work_ms=args.step_work_ms,
-        max_running=args.max_running,
-        max_waiting=args.max_waiting,
-        max_connections=args.max_connections,
-        header_timeout_s=args.header_timeout,
-        idle_timeout_s=args.idle_timeout,
-        drain_s=args.drain_seconds,
         tenants=tenants,
         public_metrics=args.public_metrics,
         local_only=is_loopback(args.host),

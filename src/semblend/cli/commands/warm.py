@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import hashlib
-import http.client
 import json
 import os
 import shutil
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from semblend.arrange.arranger import group_documents
 from semblend.cli.commandline import Commands, add_command
 from semblend.cli.output import Progress, say
-from semblend.cli.shared_flags import add_dtype, engine_imports
+from semblend.cli.shared_flags import add_machine, add_model, engine_imports, read_text
 from semblend.errors import ConfigError, InputError, SemBlendError, StoreError
 from semblend.text.corpus import read_corpus, read_retrievals, split_text
 
@@ -36,16 +34,6 @@ TEMPLATE_TOKENS = 32
 """What a chat template adds to a message, about: most say who the assistant is."""
 TRIES = 5
 """How often a server that is busy (429, 503) is asked for one prompt."""
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A redirect would carry the key and the documents to another place: it is an answer like any other error."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-
-_OPENER = urllib.request.build_opener(_NoRedirects)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,23 +55,6 @@ class Estimate:
         return f"about {self.nbytes / (1 << 20):,.1f} MiB and {minutes}"
 
 
-class Target(Protocol):
-    """Counts, computes and remembers prompts."""
-
-    def count_tokens(self, text: str) -> int: ...
-    def count_prompt_tokens(self, text: str) -> int:
-        """Tokens of a prompt that holds this text, with what a chat template adds."""
-
-    def has(self, prompt: str) -> bool: ...
-    def estimate(self, tokens: int) -> Estimate: ...
-    def check_room(self, estimate: Estimate) -> None: ...
-    def compute(self, prompt: str) -> int:
-        """Make it a donor; returns its tokens."""
-
-    def say_how_to_use(self) -> str: ...
-    def close(self) -> None: ...
-
-
 class DirectoryTarget:
     """Donors of the embedded engine in a donor directory; what stands there already is not computed again."""
 
@@ -92,13 +63,12 @@ class DirectoryTarget:
         engine: Engine,
         tokenizer: ModelTokenizer,
         args: argparse.Namespace,
-        token_bytes: float,
         held: PrivateFolder | None = None,
         *,
         in_chat: bool = False,
     ) -> None:
         """``in_chat``: documents are computed as a user's message in the model's chat template."""
-        self._engine, self._tokenizer, self._args, self._token_bytes = engine, tokenizer, args, token_bytes
+        self._engine, self._tokenizer, self._args = engine, tokenizer, args
         self._held, self._in_chat = held, in_chat
         self._there = self._read_digests()
         self._number = 0
@@ -107,6 +77,7 @@ class DirectoryTarget:
         return len(self._tokenizer.encode(text, control=False, add_special=False))
 
     def count_prompt_tokens(self, text: str) -> int:
+        """Tokens of a prompt that holds this text, with what a chat template adds."""
         return len(self._encode(text))
 
     def has(self, prompt: str) -> bool:
@@ -120,7 +91,8 @@ class DirectoryTarget:
         sample = 256
         started = time.perf_counter()
         self._answer("warm-estimate", self._tokenizer.encode("estimate " * 2 * sample)[:sample], keep=False)
-        return Estimate(int(self._token_bytes * tokens), (time.perf_counter() - started) / sample * tokens)
+        nbytes = int(self._engine.reuse.count_token_bytes() * tokens)
+        return Estimate(nbytes, (time.perf_counter() - started) / sample * tokens)
 
     def check_room(self, estimate: Estimate) -> None:
         free = shutil.disk_usage(self._args.donor_directory).free
@@ -131,6 +103,7 @@ class DirectoryTarget:
             )
 
     def compute(self, prompt: str) -> int:
+        """Make it a donor; returns its tokens."""
         directory = self._engine.reuse.directory
         assert directory is not None, "it was opened with one"
         self._number += 1
@@ -227,10 +200,8 @@ def hold_folder(path: str) -> PrivateFolder:
 def open_directory_target(args: argparse.Namespace) -> DirectoryTarget:
     """Load the model and open the folder; raises before the model is loaded where the folder cannot be had."""
     from semblend.config import load_config
-    from semblend.engine.core.open_directory import count_token_bytes
     from semblend.engine.server.config import ServeConfig
     from semblend.engine.server.launch import Launch
-    from semblend.materialize.donors.tiers import DonorKv
 
     folder = hold_folder(args.donor_directory)
     try:
@@ -255,9 +226,7 @@ def open_directory_target(args: argparse.Namespace) -> DirectoryTarget:
     except BaseException:
         folder.close()
         raise
-    assert isinstance(engine.reuse.donor_kv, DonorKv), "it was assembled with one"
-    token_bytes = count_token_bytes(engine.reuse.donor_kv, engine)
-    return DirectoryTarget(engine, tokenizer, args, token_bytes, folder, in_chat=in_chat)
+    return DirectoryTarget(engine, tokenizer, args, folder, in_chat=in_chat)
 
 
 class ServerTarget:
@@ -272,10 +241,7 @@ class ServerTarget:
     def open(cls, url: str, model: str, *, key_file: str, state: str, in_chat: bool) -> ServerTarget:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"--url {url} is no address", hint="like http://127.0.0.1:8000")
-        try:
-            key = Path(key_file).read_text(encoding="utf-8").strip() if key_file else ""
-        except OSError as error:
-            raise InputError(f"cannot read {key_file}: {error.strerror}", hint="check its permissions") from None
+        key = read_text(key_file).strip() if key_file else ""
         return cls(url, model, key, state, in_chat=in_chat)
 
     def count_tokens(self, text: str) -> int:
@@ -298,9 +264,10 @@ class ServerTarget:
     def compute(self, prompt: str) -> int:
         body: dict[str, Any] = {"model": self._model, "max_tokens": 1, "temperature": 0}
         if self._in_chat:
-            reply = self._post("/v1/chat/completions", body | {"messages": [{"role": "user", "content": prompt}]})
+            asked = "/v1/chat/completions", body | {"messages": [{"role": "user", "content": prompt}]}
         else:
-            reply = self._post("/v1/completions", body | {"prompt": prompt})
+            asked = "/v1/completions", body | {"prompt": prompt}
+        reply = asyncio.run(self._post(*asked))
         usage = reply.get("usage") or {}
         self._remember(prompt)
         return int(usage.get("prompt_tokens") or self.count_tokens(prompt))
@@ -311,25 +278,27 @@ class ServerTarget:
     def close(self) -> None:
         """Nothing is held open."""
 
-    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
-        asked = urllib.request.Request(self._url + path, json.dumps(body).encode(), headers)
-        for attempt in range(TRIES):
-            try:
-                with _OPENER.open(asked, timeout=REQUEST_TIMEOUT_S) as reply:
-                    answer = json.loads(reply.read())
-                    return answer if isinstance(answer, dict) else {}
-            except urllib.error.HTTPError as error:
-                told = error.read(2000).decode("utf-8", "replace")
-                if error.code not in (429, 503) or attempt == TRIES - 1:
-                    raise InputError(
-                        f"the server answered {error.code}: {told[:300]}",
-                        hint="check --model, the key, the context, and --format",
-                    ) from None
-                asked_for = error.headers.get("Retry-After") or ""
-                time.sleep(min(30.0, float(asked_for) if asked_for.isdecimal() else 2.0**attempt))
-            except (OSError, ValueError, http.client.HTTPException) as error:
-                raise InputError(f"{self._url} cannot be asked: {error}", hint="is the server running?") from None
+    async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        import aiohttp
+
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
+        try:
+            async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+                for attempt in range(1, TRIES + 1):
+                    # A redirect would carry the key and the documents to another place: it is an error.
+                    async with session.post(self._url + path, json=body, allow_redirects=False) as reply:
+                        if reply.status == 200:
+                            answer = await reply.json(content_type=None)
+                            return answer if isinstance(answer, dict) else {}
+                        if reply.status not in (429, 503) or attempt == TRIES:
+                            told = (await reply.content.read(2000)).decode("utf-8", "replace")
+                            hint = "check --model, the key, the context, and --format"
+                            raise InputError(f"the server answered {reply.status}: {told[:300]}", hint=hint)
+                        asked_for = reply.headers.get("Retry-After", "")
+                    await asyncio.sleep(min(30.0, float(asked_for) if asked_for.isdecimal() else 2.0 ** (attempt - 1)))
+        except (aiohttp.ClientError, OSError, TimeoutError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise InputError(f"{self._url} cannot be asked: {error}", hint="is the server running?") from None
         raise AssertionError("the last try returns or raises")
 
     def _digest(self, prompt: str) -> str:
@@ -357,6 +326,8 @@ class ServerTarget:
             ) from None
 
 
+Target = DirectoryTarget | ServerTarget
+
 # -- the command -----------------------------------------------------------------------------------------------------
 
 SEPARATOR = "\n\n"
@@ -376,7 +347,7 @@ def add(commands: Commands) -> None:
     add = parser.add_argument
     add("--corpus", required=True, metavar="PATH", help="a folder of text files, or JSONL with a text on each line")
     add("--log", default="", metavar="FILE", help="JSONL of retrievals: documents that are asked for together")
-    add("--model", default="smollm2-135m", help="as the server names it: a pulled model's name, a folder, a GGUF file")
+    add_model(parser, "as the server names it: a pulled model's name, a folder, a GGUF file")
     add("--donor-directory", default="", metavar="DIR", help="write donors into this folder, for semblend serve")
     add("--url", default="", help="send the documents to the server at this address instead")
     add("--api-key-file", default="", metavar="FILE", help="with --url: a file that holds the key, and nothing else")
@@ -394,9 +365,7 @@ def add(commands: Commands) -> None:
         help="bytes that it may need; stop before it starts if it needs more (default: no limit)",
     )
     add("--donor-bits", type=int, default=16, choices=[16, 8], help="as the server's --donor-bits")
-    add("--device", default="", help="cpu or cuda (default: cuda where there is one)")
-    add_dtype(parser)
-    add("--threads", type=int, default=0, metavar="N", help="CPU threads, at most (default: as torch chooses)")
+    add_machine(parser)
     add("--dry-run", action="store_true", help="say what it would take, and stop")
 
 
@@ -417,7 +386,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"--prompt-tokens {args.prompt_tokens} is too few", hint="64 or more; 2048 is a good size")
     documents = read_corpus(args.corpus)
     retrievals = read_retrievals(args.log, documents) if args.log else []
-    before = _read_before(args.before)
+    before = read_text(args.before) if args.before else BEFORE
     target = _open_target(args)
     try:
         room = args.prompt_tokens - target.count_prompt_tokens(before)
@@ -435,16 +404,6 @@ def _open_target(args: argparse.Namespace) -> Target:
         return ServerTarget.open(args.url, args.model, key_file=args.api_key_file, state=args.state, in_chat=in_chat)
     with engine_imports():
         return open_directory_target(args)
-
-
-def _read_before(path: str) -> str:
-    if not path:
-        return BEFORE
-    try:
-        with open(path, encoding="utf-8") as file:
-            return file.read()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read {path}: {error}", hint="a text file in UTF-8") from None
 
 
 def _write_prompts(

@@ -6,20 +6,31 @@ cannot be read or written any more costs its donors, and nothing else.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
+
+import torch
+from torch import Tensor
 
 from semblend.discover.donor import Eviction
+from semblend.engine.model.model import DecoderModel
+from semblend.engine.model.weights import Weights
 from semblend.errors import SemBlendError
 from semblend.facade import SemBlend
 from semblend.materialize.donors.directory import GENERATION, SharedDonors, is_key
-from semblend.materialize.donors.directory_kv import DirectoryKv, Publisher
+from semblend.materialize.donors.directory_kv import DirectoryKv, KvSignature, Publisher
+from semblend.materialize.donors.store import PrivateFolder
 from semblend.plan.reuse_plan import ReusePlan
 from semblend.prompt import Prompt
 
 log = logging.getLogger("semblend.engine")
+STRETCH, STRETCHES = 64, 8
+"""Numbers in a row that are read of every weight, and how many such rows."""
+LAYOUT = "semblend-1"
+"""Names how this engine lays weights and KV out. Another engine's digest of the same model is another one."""
 
 
 class DirectoryDonors:
@@ -116,3 +127,37 @@ class DirectoryDonors:
         self._shown.discard(eviction.donor.donor_id)
         if not self._given_up:
             self._shared.note_eviction(eviction.donor.donor_id, eviction.reason)
+
+
+def open_directory(path: str, model: DecoderModel, *, bits: int = 16) -> DirectoryKv:
+    """The KV files in ``path`` that this model can use; raises StoreError where the folder cannot be had."""
+    spec = model.spec
+    signature = KvSignature(
+        weights=digest_weights(model.weights),
+        dtype=str(model.dtype).removeprefix("torch."),
+        layers=spec.layers,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        bits=bits,
+        rope=spec.rope,
+    )
+    return DirectoryKv(PrivateFolder(path), signature)
+
+
+def digest_weights(weights: Weights) -> str:
+    """16 hex digits of some numbers of every weight: two folders of one name may hold other weights.
+
+    The same numbers in another type or layout have another digest, as they give other KV.
+    """
+    digest = hashlib.sha256(LAYOUT.encode())
+    tensors: list[Tensor] = [weights.embedding, weights.norm, weights.head]
+    for layer in weights.layers:
+        tensors += [one for f in fields(layer) if (one := getattr(layer, f.name)) is not None]
+    for tensor in tensors:
+        flat = tensor.detach().reshape(-1)
+        size = min(STRETCH, flat.numel())
+        digest.update(str((tuple(tensor.shape), tensor.dtype)).encode())
+        for part in range(1, STRETCHES + 1):
+            start = (flat.numel() - size) * part // STRETCHES
+            digest.update(flat[start : start + size].contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -19,16 +19,18 @@ from typing import Any
 
 from semblend.engine.core.config import EngineConfig
 from semblend.engine.core.radix import RadixCache
-from semblend.engine.core.reuse import NoBlender, PromptFiller, Reuse
-from semblend.engine.core.runner import Results, Runner, RunsRows
+from semblend.engine.core.reuse import Reuse
+from semblend.engine.core.runner import Results, Runner
 from semblend.engine.core.scheduler import Scheduler, StepPace
 from semblend.engine.core.sequence import Completion, QueueFull, Sequence, Stream
 from semblend.engine.core.stops import AnswerText, Detokenizer, NoText
+from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.paged_kv import KvPool
 from semblend.engine.model.sampling import Sampled, make_generator
 from semblend.errors import InputError, SemBlendError
 from semblend.eviction.policy import EvictionPolicy, guard_policy, make_policy
 from semblend.facade import SemBlend
+from semblend.materialize.blend.blender import Blender
 from semblend.materialize.blend.quality import Pace
 from semblend.materialize.gate.gate import OutcomeMemory
 from semblend.prompt import Prompt
@@ -58,10 +60,10 @@ class Engine:
 
     def __init__(
         self,
-        model: RunsRows,
+        model: DecoderModel,
         pool: KvPool,
         semblend: SemBlend | None = None,
-        blender: PromptFiller | None = None,
+        blender: Blender | None = None,
         config: EngineConfig | None = None,
         *,
         detokenizer: Detokenizer | None = None,
@@ -74,7 +76,7 @@ class Engine:
         self.pool = pool
         self.detokenizer: Detokenizer = detokenizer or NoText()
         self.radix = RadixCache(pool, self._make_eviction_policy(semblend))
-        self.reuse = Reuse(semblend, blender or NoBlender(), pool, self.config, outcomes, pace)
+        self.reuse = Reuse(semblend, blender, pool, self.config, outcomes, pace)
         self.scheduler = Scheduler(pool, self.radix, self.config, StepPace(model.spec.attention_tokens))
         self.runner = Runner(model, pool, self.reuse, self.scheduler.learn, self._has_newcomer)
         self.max_length = min(
@@ -364,7 +366,6 @@ class Engine:
             make_generator(seed),
             max_length=min(self.max_length, len(prompt) + (request.sampling.max_tokens or self.max_length)),
             tokens=prompt.token_ids.tolist(),
-            arrival=arrival,
             to_fill=self.reuse.may_fill(session),
         )
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -24,11 +23,14 @@ from semblend.engine.core.directory_donors import DirectoryDonors
 from semblend.engine.core.sequence import Sequence
 from semblend.engine.model.paged_kv import KvPool
 from semblend.facade import SemBlend
-from semblend.materialize.blend.quality import Blended, Pace, Pieces, Rejected, Spliced
-from semblend.materialize.contract import Layout
+from semblend.materialize.blend.blender import Blender
+from semblend.materialize.blend.quality import Blended, Pace, Rejected, Spliced
+from semblend.materialize.donors.directory import SharedDonors
+from semblend.materialize.donors.directory_kv import DirectoryKv, Publisher
+from semblend.materialize.donors.tiers import DonorKv
 from semblend.materialize.gate.gate import OutcomeMemory
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
-from semblend.prompt import Prompt
+from semblend.prompt import Namespace, Prompt
 from semblend.session.local import describe_outcome
 from semblend.session.session import LoadResult, ReuseSession, SessionRequest
 from semblend.session.sessions import EngineTraits, Sessions
@@ -36,45 +38,6 @@ from semblend.wire.request import Request
 
 ENGINE_NAME = "semblend"
 log = logging.getLogger("semblend.engine")
-
-
-class Donors(Protocol):
-    """Where donor KV is kept; see `semblend.materialize.donors.tiers`."""
-
-    def capture(self, donor_id: str, generation: int, layout: Layout, slots: Tensor, *, tenant: str) -> object: ...
-    def holds(self, donor_id: str, generation: int) -> bool: ...
-    def drop(self, donor_id: str) -> bool: ...
-    def close(self) -> None: ...
-    @property
-    def used_bytes(self) -> Mapping[str, int]: ...
-
-
-class PromptFiller(Protocol):
-    """Fills a prompt's KV from donors; see `semblend.materialize.blend.blender`."""
-
-    @property
-    def donor_kv(self) -> Donors | None: ...
-    def prepare_in_pieces(
-        self, sequence: Any, plan: ReusePlan, *, mode: str | None = None
-    ) -> Pieces[Blended | Rejected | Decline]: ...
-    def place(self, sequence: Any, plan: ReusePlan) -> Spliced | Decline: ...
-
-
-class NoBlender:
-    """Stands in where there is no semantic reuse: every plan is declined, every request computed, no donor kept."""
-
-    donor_kv: Donors | None = None
-
-    def prepare_in_pieces(
-        self, sequence: Any, plan: ReusePlan, *, mode: str | None = None
-    ) -> Pieces[Blended | Rejected | Decline]:
-        del sequence, plan
-        yield from ()
-        return Decline(DeclineReason.UNSUPPORTED_MODE, f"no blender is there for mode {mode}")
-
-    def place(self, sequence: Any, plan: ReusePlan) -> Spliced | Decline:
-        del sequence, plan
-        return Decline(DeclineReason.UNSUPPORTED_MODE, "no blender is there")
 
 
 class Reuse:
@@ -86,20 +49,20 @@ class Reuse:
     def __init__(
         self,
         semblend: SemBlend | None,
-        blender: PromptFiller,
+        blender: Blender | None,
         pool: KvPool,
         config: EngineConfig,
         outcomes: OutcomeMemory | None = None,
         pace: Pace | None = None,
     ) -> None:
-        """``pace`` is that of the blender's pieces."""
-        self.semblend = semblend
+        """Without a library and a blender every request is computed. ``pace`` is that of the blender's pieces."""
+        self.semblend = semblend or SemBlend(SemBlendConfig(enabled=False, metrics=False))
         self.directory: DirectoryDonors | None = None  # where donors are shared with other engines
         self._blender = blender
         self._pool = pool
         self._config = config
         self._pace = Pace() if pace is None else pace
-        library = semblend or SemBlend(SemBlendConfig(enabled=False, metrics=False))
+        library = self.semblend
         traits = EngineTraits(
             ENGINE_NAME,
             __version__,
@@ -112,8 +75,8 @@ class Reuse:
         self.sessions = Sessions(library, traits, self, config=settings, outcomes=outcomes)
 
     @property
-    def donor_kv(self) -> Donors | None:
-        return self._blender.donor_kv
+    def donor_kv(self) -> DonorKv | None:
+        return None if self._blender is None else self._blender.donor_kv
 
     def close(self) -> None:
         """Remove donor KV from disk, and close the store of donors."""
@@ -128,7 +91,7 @@ class Reuse:
 
     def may_fill(self, session: ReuseSession) -> bool:
         """Whether donors are looked for at all; looks at the settings only."""
-        return self.semblend is not None and session.mode != "exact"
+        return self._blender is not None and session.mode != "exact"
 
     def fill(self, sequence: Sequence, work_ms: float | None = None, is_awaited: Callable[[], bool] = bool) -> bool:
         """Put donor KV in place for a sequence that has its blocks; False where the engine has to compute, all or some.
@@ -137,6 +100,7 @@ class Reuse:
         ``to_fill`` and the next call goes on. A sequence that is preempted before its first token is tried again.
         """
         session, sequence.to_fill = sequence.session, False
+        assert self._blender is not None, "see may_fill"
         try:
             if sequence.filling is None:
                 if not self.sessions.offer(session, session.exact_tokens):
@@ -147,7 +111,7 @@ class Reuse:
                 plan = plan if self.directory is None else self.directory.name_generations(plan)
                 sequence.slots_in(self._pool)
                 if self.sessions.traits.computes_gaps and not session.is_gated:  # the gate needs passes of its own
-                    return self._splice(sequence, plan)
+                    return self._splice(sequence, self._blender.place(sequence, plan))
                 sequence.filling = self._blender.prepare_in_pieces(sequence, plan, mode=session.mode)
             return self._go_on(sequence, work_ms, is_awaited)
         except Exception as error:  # a failure of ours costs the request time, never its answer
@@ -169,14 +133,14 @@ class Reuse:
 
     def confirm(self, sequence: Sequence) -> Receipt | None:
         """The receipt, at the moment of the first token; only it counts as reuse. None where it was written before."""
-        session, times = sequence.session, sequence.times
+        session = sequence.session
         if not session.has_answered:
             self.sessions.answer(session)
         if session.receipt is not None:
             return None
-        times.ttft_ms = (time.perf_counter() - times.submitted) * 1e3
+        ttft_ms = (time.perf_counter() - sequence.submitted) * 1e3
         try:
-            return self.sessions.confirm(session, ttft_ms=times.ttft_ms, compute_ms=times.compute_ms)
+            return self.sessions.confirm(session, ttft_ms=ttft_ms, compute_ms=sequence.compute_ms)
         except Exception as error:  # the answer goes on
             self._report_failure("confirm", sequence, error)
             return session.receipt
@@ -193,7 +157,7 @@ class Reuse:
         """
         donors, session = self.donor_kv, sequence.session
         tokens = self.sessions.count_donor_tokens(session)
-        if self.semblend is None or donors is None or not tokens:
+        if donors is None or not tokens:
             return
         donor_id, prompt = sequence.request_id, sequence.prompt
         if self.directory is not None and not self.directory.may_keep(donor_id):
@@ -216,10 +180,31 @@ class Reuse:
         except Exception as error:  # a donor less; the answer goes on
             self._report_failure("capture", sequence, error)
 
+    def share_donors(self, kv: DirectoryKv, path: str, budget_bytes: int, *, every_s: float = 1.0) -> None:
+        """Publish at most ``budget_bytes`` of donors in ``path``, and find others' there, whose KV is in ``kv``."""
+        assert self.donor_kv is not None, "their KV is kept here"
+        namespace = Namespace(model=self._config.model_name, kv_dtype=str(self._pool.dtype).removeprefix("torch."))
+        shared = SharedDonors(
+            path,
+            budget_bytes,
+            namespace,
+            token_bytes=self.count_token_bytes(),
+            ttl_s=self.semblend.config.donor_ttl_s,
+            every_s=every_s,
+        )
+        kv.verify_ahead()
+        self.directory = DirectoryDonors(self.semblend, shared, kv, Publisher(self.donor_kv))
+        self.directory.take_in_all()
+
+    def count_token_bytes(self) -> float:
+        """What the KV of one token takes in a file."""
+        assert self.donor_kv is not None, "their KV is kept here"
+        (layers, _, kv_heads, head_dim), tokens = self._pool.k.shape, 6400
+        shape = (layers, tokens, kv_heads, head_dim)
+        return self.donor_kv.memory.count_bytes("host", shape, self._pool.dtype) / tokens
+
     def forget_donors(self) -> int:
         """Drop every donor and its KV; returns how many went."""
-        if self.semblend is None:
-            return 0
         if self.donor_kv is not None:
             for donor in self.semblend.donors():
                 self.donor_kv.drop(donor.donor_id)
@@ -247,9 +232,8 @@ class Reuse:
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
-    def _splice(self, sequence: Sequence, plan: ReusePlan) -> bool:
-        """Put donor KV in place and leave the rest to the scheduler: strict_prefix_boundary is off."""
-        spliced = self._blender.place(sequence, plan)
+    def _splice(self, sequence: Sequence, spliced: Spliced | Decline) -> bool:
+        """Donor KV is in place, the rest is left to the scheduler: strict_prefix_boundary is off."""
         if isinstance(spliced, Decline):
             return self._compute_declined(sequence, spliced)
         sequence.held = spliced.held

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,23 +13,14 @@ from semblend.engine.core.reuse import Reuse
 from semblend.engine.core.scheduler import Batch, Piece
 from semblend.engine.core.sequence import Sequence
 from semblend.engine.model.attention import RowBatch
+from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.paged_kv import KvPool
 from semblend.engine.model.sampling import Draw, Sampled, rewind, sample
-from semblend.engine.model.spec import ModelSpec
 from semblend.materialize.contract import Rows, StopPass
 
 log = logging.getLogger("semblend.engine")
 Results = list[tuple[Sequence, Sampled | Exception | None]]
 """What became of each sequence that got its next token: the token, the error, or None where logits were not finite."""
-
-
-class RunsRows(Protocol):
-    """What the engine needs of a model; see `semblend.engine.model.model.DecoderModel`."""
-
-    @property
-    def spec(self) -> ModelSpec: ...
-    def forward(self, rows: RowBatch, pool: KvPool, *, stop: Callable[[], bool] | None = None) -> Tensor: ...
-    def logits(self, hidden: Tensor) -> Tensor: ...
 
 
 class Runner:
@@ -42,7 +32,7 @@ class Runner:
 
     def __init__(
         self,
-        model: RunsRows,
+        model: DecoderModel,
         pool: KvPool,
         reuse: Reuse,
         learn: Callable[[Batch, float], None],
@@ -124,7 +114,7 @@ class Runner:
             self._learn(Batch(batch.pieces), elapsed_ms)
         for piece in batch.pieces:
             if piece.sequence.receipt is None:
-                piece.sequence.times.compute_ms += elapsed_ms
+                piece.sequence.compute_ms += elapsed_ms
             piece.sequence.computed = piece.end
         return list(zip(complete, sampled, strict=True))
 

@@ -45,13 +45,13 @@ from semblend.engine.core.sequence import QueueFull, Sequence
 from semblend.engine.model.paged_kv import KvPool
 from semblend.fairness import FairClock, TenantLine, may_start
 
-LEAST_WORK = 8.0
+MIN_WORK = 8.0
 """Rows of a step's prompts, at least, however slow they are: prompts get on beside answers."""
 
-LEAST_DECODES = 8
+MIN_DECODES = 8
 """Answers of a tenant that get on in a step, at least, where it has so many."""
 
-MOST_OVERTAKEN = 16
+MAX_OVERTAKEN = 16
 """So many waiting requests may be passed over in a step because another computes their beginning."""
 
 LATELY = 100
@@ -252,8 +252,8 @@ class Scheduler:
         tenants = self._backlogged.union(answers)
         if len(tenants) < 2:
             return [one for own in answers.values() for one in own]
-        fit = int(self._config.step_work_ms / self.pace.decode_ms) if self.pace.decode_ms else LEAST_DECODES
-        most = max(LEAST_DECODES, fit, min(len(answers.get(tenant, ())) for tenant in tenants))
+        fit = int(self._config.step_work_ms / self.pace.decode_ms) if self.pace.decode_ms else MIN_DECODES
+        most = max(MIN_DECODES, fit, min(len(answers.get(tenant, ())) for tenant in tenants))
         self._turn += most
         chosen = []
         for own in answers.values():
@@ -272,12 +272,12 @@ class Scheduler:
         under_way = self._list_under_way()
         ready = dict.fromkeys((*under_way, *(self.waiting.tenants if self._admits else ())))
         known = work_ms is not None and self.pace.rate  # until a step was measured, tokens alone bound the next
-        work = max(LEAST_WORK, self.pace.rate * work_ms) if known and work_ms else math.inf
+        work = max(MIN_WORK, self.pace.rate * work_ms) if known and work_ms else math.inf
         head = self._find_head(ready, under_way) if ready else None
         own = self.pace.weigh(head.computed, head.missing_tokens) if head is not None else 0.0
         if head is not None and len(ready) > 1:
             budget = min(budget, max(head.missing_tokens, self._config.step_tokens // 4))
-            work = min(work, max(own, LEAST_WORK, self.pace.rate * self._config.step_work_ms)) if known else work
+            work = min(work, max(own, MIN_WORK, self.pace.rate * self._config.step_work_ms)) if known else work
         if work < own <= 2 * work:  # a short prompt is not worth two steps
             work = own
         if len(ready) < 2 <= len(self._last_here):  # a neighbour that comes back waits for the step that runs then
@@ -374,7 +374,7 @@ class Scheduler:
             for one in self.running
             if one.in_prefill and one.receipt is None and one.exact_until >= one.prompt_tokens
         ]
-        for place in range(min(self.waiting.count(tenant), MOST_OVERTAKEN + 1)):
+        for place in range(min(self.waiting.count(tenant), MAX_OVERTAKEN + 1)):
             sequence = self.waiting.look(tenant, place)
             if not any(self._is_worth_waiting(sequence, ahead) for ahead in computing):
                 return place

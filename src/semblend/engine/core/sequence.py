@@ -79,17 +79,6 @@ class Stream:
         return Completion.of(self.chunks)
 
 
-@dataclass(slots=True)
-class Times:
-    """When things happened, on the performance counter; durations in milliseconds."""
-
-    submitted: float = field(default_factory=time.perf_counter)
-    lookup_ms: float | None = None
-    load_ms: float | None = None
-    compute_ms: float = 0.0
-    ttft_ms: float | None = None
-
-
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A request while the engine works on it: its tokens, its blocks, and how far its KV is computed.
@@ -99,7 +88,8 @@ class Sequence:
     in tokens of prompt and answer. ``offered_blocks`` went to the exact cache. ``unsettled``: all its KV was computed
     since it was last offered to the exact cache and as a donor. ``held``: positions of the prompt, ascending, where
     donor KV is in place and that the engine leaves out while it computes the others. ``filling`` is what the blender
-    has still to do, ``blended`` what it has done.
+    has still to do, ``blended`` what it has done. ``submitted`` is a time of the performance counter; ``compute_ms``
+    went by until the first token.
     """
 
     request: Request
@@ -109,12 +99,12 @@ class Sequence:
     generator: torch.Generator
     max_length: int
     tokens: list[int]
-    arrival: int = 0
     to_fill: bool = False
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     finish_reason: FinishReason | None = None
-    times: Times = field(default_factory=Times)
+    submitted: float = field(default_factory=time.perf_counter)
+    compute_ms: float = 0.0
     preemptions: int = 0
     blended: Blended | None = None
     slots: torch.Tensor | None = None

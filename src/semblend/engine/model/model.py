@@ -194,8 +194,7 @@ class DecoderModel:
         cls, path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
     ) -> DecoderModel:
         """A safetensors folder, a GGUF file, or the name of a model in the local Hugging Face cache."""
-        spec, weights, _ = load_weights(path, device, dtype)
-        return cls(spec, weights)
+        return cls(*load_weights(path, device, dtype))
 
     @classmethod
     def random(

@@ -37,10 +37,6 @@ class ModelSpec:
     dtype: str
 
     def __post_init__(self) -> None:
-        if self.architecture not in ARCHITECTURES:
-            raise InputError(
-                f"this engine has no architecture {self.architecture!r}", hint="it has " + ", ".join(ARCHITECTURES)
-            )
         for name in ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab", "max_positions"):
             if getattr(self, name) < 1:
                 raise InputError(f"the model's {name} is {getattr(self, name)}", hint="the config is damaged")
@@ -50,22 +46,10 @@ class ModelSpec:
             )
 
     @property
-    def kv_bytes_per_token(self) -> int:
-        """At two bytes an element: bfloat16 or float16."""
-        return self.layers * 2 * self.kv_heads * self.head_dim * 2
-
-    @property
     def attention_tokens(self) -> float:
         """The context at which a row's attention takes as many operations as its products with the weights."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return (attention + 3 * self.hidden * self.intermediate) / (2 * self.heads * self.head_dim)
-
-    @property
-    def parameters(self) -> int:
-        """Weights in the matrices; norms and biases are left out."""
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        embeddings = self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
-        return self.layers * (attention + 3 * self.hidden * self.intermediate) + embeddings
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> ModelSpec:

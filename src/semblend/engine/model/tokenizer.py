@@ -16,6 +16,7 @@ from semblend.engine.model.weights import read_header, read_json, special_tokens
 from semblend.errors import InputError, MissingDependencyError
 from semblend.models import resolve
 from semblend.text.token_budget import TokenBudget
+from semblend.text.tokenization import find_tokenizer_file, open_tokenizer_file
 
 # -- A model's chat template: Jinja text that comes with the model, so it runs in a sandbox.
 #
@@ -103,12 +104,11 @@ def _only_decides(node: Any, field: str, place: int) -> bool:
 class ChatTemplate:
     """Messages to the text that the model was trained on."""
 
-    def __init__(self, source: str, tokens: Mapping[str, str], where: str, tool_source: str | None = None) -> None:
+    def __init__(self, source: str, tokens: Mapping[str, str], where: str) -> None:
         self._where = where
         self._tokens = dict(tokens)
-        self._sources = (source, source if tool_source is None else tool_source)
-        self._compiled: dict[Marks | None, tuple[Any, Any]] = {}
-        self._compile(None)
+        self._source = source
+        self._compiled: dict[Marks | None, Any] = {None: _compile(source, where, None)}
 
     @classmethod
     def of(cls, found: Any, tokens: Mapping[str, str], where: str) -> ChatTemplate | None:
@@ -116,8 +116,7 @@ class ChatTemplate:
         if isinstance(found, list):  # [{"name": ..., "template": ...}]
             found = {str(entry.get("name")): entry.get("template") for entry in found if isinstance(entry, Mapping)}
         if isinstance(found, Mapping):
-            default = found.get("default")
-            return None if default is None else cls(str(default), tokens, where, found.get("tool_use"))
+            found = found.get("default")
         return cls(found, tokens, where) if isinstance(found, str) and found else None
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
@@ -130,40 +129,22 @@ class ChatTemplate:
         return "".join(self.write(messages, **options))
 
     def write(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        marks: Marks | None = None,
-        **options: Any,
+        self, messages: Sequence[Mapping[str, Any]], *, marks: Marks | None = None, **options: Any
     ) -> Iterator[str]:
         """The text of a conversation piece by piece. With ``marks``, the template's own text has them."""
         from jinja2 import TemplateError
 
-        template = self._compile(marks)[1 if tools else 0]
+        if marks not in self._compiled:
+            self._compiled[marks] = _compile(self._source, self._where, marks)
         tokens = self._tokens if marks is None else {name: marks.put_on(text) for name, text in self._tokens.items()}
-        values = {**tokens, "documents": None, **options}
+        values = {**tokens, "tools": None, "documents": None, "add_generation_prompt": True, **options}
         try:
-            yield from template.generate(
-                **values,
-                messages=[dict(message) for message in messages],
-                tools=list(tools) if tools else None,
-                add_generation_prompt=add_generation_prompt,
-            )
+            yield from self._compiled[marks].generate(**values, messages=[dict(message) for message in messages])
         except (TemplateError, TypeError, ValueError, KeyError, OverflowError) as error:
             raise InputError(
                 f"the chat template of {self._where} refuses these messages: {error}",
                 hint="messages are a list of {role, content}; some models take no system role or no tools",
             ) from None
-
-    def _compile(self, marks: Marks | None) -> tuple[Any, Any]:
-        """The template without and with tools; compiled once for each kind of marks."""
-        if marks not in self._compiled:
-            plain = _compile(self._sources[0], self._where, marks)
-            same = self._sources[0] == self._sources[1]
-            self._compiled[marks] = (plain, plain if same else _compile(self._sources[1], self._where, marks))
-        return self._compiled[marks]
 
 
 def _compile(source: str, where: str, marks: Marks | None) -> Any:
@@ -511,7 +492,6 @@ def import_tokenizers(path: Path) -> Any:
     return tokenizers
 
 
-TOKENIZER_FILE = "tokenizer.json"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 PATIENCE = 8  # tokens: a character has four bytes at most
 _GGUF_TOKENS = {"bos": "bos_token", "eos": "eos_token", "padding": "pad_token", "unknown": "unk_token"}
@@ -530,10 +510,6 @@ class ModelTokenizer:
         """The tokenizer of a model folder, a GGUF file, or a model in the local Hugging Face cache."""
         found = resolve(path)
         return _from_gguf(found) if found.is_file() else _from_folder(found)
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     @cached_property
     def longest_token_chars(self) -> int:
@@ -700,16 +676,7 @@ class TextStream:
 
 
 def _from_folder(folder: Path) -> ModelTokenizer:
-    path = folder / TOKENIZER_FILE
-    if not path.is_file():
-        raise InputError(f"{folder} holds no {TOKENIZER_FILE}", hint="point at the folder of a fast tokenizer")
-    library = import_tokenizers(path)
-    try:
-        tokenizer = library.Tokenizer.from_file(str(path))
-    except Exception as error:  # the binding raises bare Exception for a bad file
-        raise InputError(f"{path} is not a readable tokenizer.json: {error}", hint="pull the model again") from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
+    tokenizer = open_tokenizer_file(find_tokenizer_file(folder))
     config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
     template_file = folder / "chat_template.jinja"
     template: Any = config.get("chat_template")

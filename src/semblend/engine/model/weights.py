@@ -6,7 +6,7 @@ import json
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -46,13 +46,6 @@ class Weights:
     norm: Tensor
     head: Tensor
 
-    @property
-    def nbytes(self) -> int:
-        tensors = [self.embedding, self.norm, *([] if self.head is self.embedding else [self.head])]
-        for layer in self.layers:
-            tensors += [t for f in fields(layer) if (t := getattr(layer, f.name)) is not None]
-        return sum(tensor.nbytes for tensor in tensors)
-
 
 class TensorSource(Protocol):
     """Tensors by the names that ``transformers`` gives them."""
@@ -66,24 +59,18 @@ class TensorSource(Protocol):
     def read(self, name: str) -> Tensor: ...
 
 
-def load_weights(
-    path: str | Path, device: str | torch.device, dtype: torch.dtype | None
-) -> tuple[ModelSpec, Weights, torch.dtype]:
+def load_weights(path: str | Path, device: str | torch.device, dtype: torch.dtype | None) -> tuple[ModelSpec, Weights]:
     """A folder, a GGUF file, a pulled model, or one of the local Hugging Face cache. Downloads nothing.
 
     Without a ``dtype``: float32 on a CPU, which every CPU computes well, and the model's own elsewhere.
     """
     found = resolve(path)
     if found.is_file():
-        from semblend.engine.model.weights import open_gguf
-
         spec, source = open_gguf(found)
-        chosen = dtype or default_dtype(spec, device)
-        return spec, build_weights(spec, source, device, chosen), chosen
+        return spec, build_weights(spec, source, device, dtype or default_dtype(spec, device))
     spec = spec_of_folder(found)
-    chosen = dtype or default_dtype(spec, device)
     with SafetensorsFolder(found) as folder:
-        return spec, build_weights(spec, folder, device, chosen), chosen
+        return spec, build_weights(spec, folder, device, dtype or default_dtype(spec, device))
 
 
 def default_dtype(spec: ModelSpec, device: str | torch.device) -> torch.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from semblend.arrange import Arranger
 from semblend.engine.core.config import MAX_RUNNING, MAX_WAITING, STEP_TOKENS, STEP_WORK_MS, EngineConfig
@@ -24,33 +25,29 @@ _MAY_BE_ZERO = (
 )
 
 
+def _flag(default: Any, text: str, *names: str, **shape: Any) -> Any:
+    """A setting that is a flag of `semblend serve`, too: named after its field, unless ``names`` say otherwise."""
+    return field(default=default, metadata={"help": text, "names": names, **shape})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
     """Everything about serving that is not the library's own (`SemBlendConfig`).
 
-    *The model.* Empty ``device`` and ``dtype``: the best this machine has. ``threads`` of the CPU compute; 0 leaves it
-    to torch. ``thresholds`` names a file of `semblend calibrate`; empty takes what is known of the model. ``aliases``
-    are further names under which the model may be asked for.
+    Fields with a text are flags of `semblend serve`. Of the others:
 
-    *Room.* ``pool_tokens`` of KV; bytes for donors on the device, in memory and in ``donor_dir``, the latter two at
-    ``donor_bits`` (16 or 8). ``step_tokens`` are computed in one step, prompts for about ``step_work_ms`` while answers
-    of other tenants run (see `EngineConfig`). ``donor_directory`` is a folder of donors that engines of this machine
-    and `semblend warm` share; this one keeps ``donor_directory_bytes`` in it. ``arrange_file`` keeps the orders of
-    passages over a restart.
+    *The model.* Empty ``device`` and ``dtype``: the best this machine has. ``aliases`` are further names under which
+    the model may be asked for.
 
-    *Admission.* ``max_running`` requests are answered at once (up to a quarter more where a tenant has none running),
-    ``max_waiting`` wait in line, the rest are refused with 429, all of it fair between tenants. ``max_n`` answers may
-    be asked for in one request.
+    *Admission.* Beyond ``max_running``, up to a quarter more are answered where a tenant has none running; all of it is
+    fair between tenants. ``max_n`` answers may be asked for in one request.
 
     *Limits.* ``default_output_tokens`` bounds a chat answer whose request names no limit. ``max_list_chars`` bounds the
     characters of a list of prompts together, ``max_list_tokens`` their token ids; one prompt is bounded by the context
     (see `refuse_long_texts`), and a list may always be as long as one prompt. ``max_body_bytes`` None: as much as such
     texts can take (see `compute_body_limit`). ``max_tokenizing_chars`` bounds the characters that wait for the
-    tokenizer; a tenant with more than its share of them is refused with 429.
-
-    *Connections.* A client has ``header_timeout_s`` to send its headers and ``idle_timeout_s`` between two requests;
-    every ``write_timeout_s`` it is checked that it reads its answer. At most ``max_connections`` are open, fewer where
-    the process has too few file descriptors. After a signal requests have ``drain_s`` to end.
+    tokenizer; a tenant with more than its share of them is refused with 429. Every ``write_timeout_s`` it is checked
+    that a client reads its answer.
 
     *Who may ask.* With ``public_metrics`` anyone may read everybody's figures at /metrics; else a tenant reads its own
     and an admin all. ``origins`` are web pages besides our own that may call from a browser; ``local_only`` answers to
@@ -64,23 +61,33 @@ class ServeConfig:
     device: str = ""
     dtype: str = ""
     threads: int = 0
-    thresholds: str = ""
+    thresholds: str = _flag("", "thresholds of the quality gate, written by semblend calibrate", metavar="FILE")
     aliases: tuple[str, ...] = ()
 
-    pool_tokens: int = 32_768
-    donor_device_bytes: int = 0
-    donor_host_bytes: int = 2 * GIB
-    donor_disk_bytes: int = 8 * GIB
-    donor_dir: str = ""
-    donor_bits: int = 16
-    donor_directory: str = ""
-    donor_directory_bytes: int = 4 * GIB
-    arrange_file: str = ""
-    step_tokens: int = STEP_TOKENS
-    step_work_ms: float = STEP_WORK_MS
+    pool_tokens: int = _flag(32_768, "size of the KV pool, in tokens")
+    donor_device_bytes: int = _flag(0, "device memory for donor KV, in bytes")
+    donor_host_bytes: int = _flag(2 * GIB, "host memory for donor KV, in bytes (default: 2 GiB)", "--donor-bytes")
+    donor_disk_bytes: int = _flag(8 * GIB, "limit of --donor-dir, in bytes (default: 8 GiB)")
+    donor_dir: str = _flag("", "keep donor KV that falls out of memory here", metavar="DIR")
+    donor_bits: int = _flag(
+        16, "bits of a number of donor KV in memory and on disk; 8 halves the bytes", choices=[16, 8]
+    )
+    donor_directory: str = _flag(
+        "", "share donors in this folder with other servers of the machine and with semblend warm", metavar="DIR"
+    )
+    donor_directory_bytes: int = _flag(4 * GIB, "limit of --donor-directory, in bytes (default: 4 GiB)")
+    arrange_file: str = _flag(
+        "", "keep the orders of passages over a restart here, see docs/guides/arrange.md", metavar="FILE"
+    )
+    step_tokens: int = _flag(STEP_TOKENS, "tokens computed in one scheduler step, at most")
+    step_work_ms: float = _flag(
+        STEP_WORK_MS,
+        "milliseconds that a step works on prompts while answers of other tenants run, about",
+        metavar="MS",
+    )
 
-    max_running: int = MAX_RUNNING
-    max_waiting: int = MAX_WAITING
+    max_running: int = _flag(MAX_RUNNING, "requests answered at once, at most")
+    max_waiting: int = _flag(MAX_WAITING, "requests that may wait; more are answered with 429")
     max_n: int = 8
     retry_after_s: int = 1
 
@@ -92,11 +99,15 @@ class ServeConfig:
     request_timeout_s: float = 600.0
     body_timeout_s: float = 30.0
 
-    header_timeout_s: float = 10.0
-    idle_timeout_s: float = 75.0
+    header_timeout_s: float = _flag(
+        10.0, "seconds for the headers of a request to arrive", "--header-timeout", metavar="SECONDS"
+    )
+    idle_timeout_s: float = _flag(75.0, "seconds that a connection may stay idle", "--idle-timeout", metavar="SECONDS")
     write_timeout_s: float = 30.0
-    max_connections: int = 1024
-    drain_s: float = 20.0
+    max_connections: int = _flag(1024, "open connections, at most")
+    drain_s: float = _flag(
+        20.0, "seconds for running requests after a stop signal", "--drain-seconds", "--drain", metavar="SECONDS"
+    )
 
     tenants: Tenants = field(default_factory=Tenants)
     public_metrics: bool = False

@@ -19,13 +19,13 @@ from semblend.engine.server.tenants import Identity
 from semblend.fairness import EvictionOrder
 from semblend.wire.answer import Chunk, describe_receipt
 
-MOST_REQUESTS = 100
+MAX_REQUESTS = 100
 """Requests that are kept of a tenant, and told in one answer: 100 take 6 ms of the event loop."""
-MOST_REQUESTS_IN_ALL = 5000
-LEAST_SAMPLES = 3
+MAX_REQUESTS_IN_ALL = 5000
+MIN_SAMPLES = 3
 """Requests before a cold estimate is made."""
-MOST_RANGES = 1200
-MOST_TENANTS = 1000
+MAX_RANGES = 1200
+MAX_TENANTS = 1000
 Ranges = tuple[tuple[int, int], ...]
 
 
@@ -33,7 +33,7 @@ class ColdEstimate:
     """What a prompt would have cost without any reuse, by what computing tokens cost in requests without moved KV.
 
     It is an estimate and labelled so. The first request of a server is slow for reasons of its own, and one sample
-    cannot tell: None until there are `LEAST_SAMPLES`. None, too, for more than twice the longest sample: nobody has
+    cannot tell: None until there are `MIN_SAMPLES`. None, too, for more than twice the longest sample: nobody has
     seen how time grows up there. The line is Theil and Sen's, through the median of the slopes between samples, so
     that a few slow moments, the first request's among them, do not bend it.
 
@@ -63,7 +63,7 @@ class ColdEstimate:
 
     def estimate_ms(self, tokens: int) -> float | None:
         """Milliseconds to compute so many tokens; None where the samples do not say."""
-        if len(self._seen) < LEAST_SAMPLES or tokens > 2 * max(length for length, _ in self._seen):
+        if len(self._seen) < MIN_SAMPLES or tokens > 2 * max(length for length, _ in self._seen):
             return None
         slopes = [(b - a) / (m - n) for (n, a), (m, b) in itertools.combinations(self._seen, 2) if m != n]
         slope = median(slopes) if slopes else 0.0
@@ -198,7 +198,7 @@ class LiveBoard:
     with most of them loses its oldest.
     """
 
-    def __init__(self, keep: int = MOST_REQUESTS, keep_in_all: int = MOST_REQUESTS_IN_ALL) -> None:
+    def __init__(self, keep: int = MAX_REQUESTS, keep_in_all: int = MAX_REQUESTS_IN_ALL) -> None:
         self._keep = keep
         self._keep_in_all = keep_in_all
         self._entries: dict[str, LiveRequest] = {}
@@ -277,7 +277,7 @@ class LiveBoard:
         """A tenant's record, now the most recently used; of too many the least recently used one is forgotten."""
         record = self._tenants.setdefault(tenant, TenantRecord())
         self._tenants.move_to_end(tenant)
-        if len(self._tenants) > MOST_TENANTS:
+        if len(self._tenants) > MAX_TENANTS:
             self._tenants.popitem(last=False)
         return record
 
@@ -314,7 +314,7 @@ def draw_strip(receipt: Receipt, recomputed: Ranges = ()) -> list[list[Any]]:
             parts.append([start, end, kind, donor])
 
     paint(receipt.exact_tokens, "exact")
-    for span in receipt.spans[: MOST_RANGES // 2]:
+    for span in receipt.spans[: MAX_RANGES // 2]:
         paint(span.target_start, "prefill")
         for start, end in ranges:
             if start < span.target_end and end > span.target_start:
@@ -345,7 +345,7 @@ def draw_counts(receipt: Receipt) -> list[list[Any]]:
 def are_places_known(receipt: Receipt, recomputed: Ranges) -> bool:
     """Whether a strip can show where tokens were recomputed, and not only how many: told, and not too many to draw."""
     told = sum(end - start for start, end in recomputed) == receipt.recomputed_tokens
-    return told and len(recomputed) + 2 * len(receipt.spans) <= MOST_RANGES
+    return told and len(recomputed) + 2 * len(receipt.spans) <= MAX_RANGES
 
 
 def _spread_by_share(receipt: Receipt) -> Ranges:

@@ -12,15 +12,15 @@ from semblend.config import SemBlendConfig
 from semblend.confirm import events
 from semblend.discover.journal import set_aside
 from semblend.engine.core.assemble import assemble
+from semblend.engine.core.directory_donors import open_directory
 from semblend.engine.core.engine import Engine
-from semblend.engine.core.open_directory import open_directory, share_donors
 from semblend.engine.core.stops import Detokenizer
 from semblend.engine.core.threads import prepare_cpu
 from semblend.engine.model.model import DecoderModel, PooledModel
 from semblend.engine.model.tokenizer import ModelTokenizer
 from semblend.engine.model.weights import read_name
 from semblend.engine.server.config import ServeConfig
-from semblend.engine.server.serving_adapter import LocalEngine
+from semblend.engine.server.local_engine import LocalEngine
 from semblend.errors import ConfigError, InputError, StoreError
 from semblend.facade import SemBlend
 from semblend.materialize.blend.passes import MANY_ROWS, measure_pass_rows
@@ -29,15 +29,6 @@ from semblend.materialize.gate.thresholds import ChosenTable, TableSource, Thres
 from semblend.models import resolve
 
 log = logging.getLogger("semblend.server")
-
-
-def threads_in_use() -> int:
-    """Threads that the CPU computes with."""
-    return torch.get_num_threads()
-
-
-def torch_version() -> str:
-    return str(torch.__version__)
 
 
 def open_library(config: SemBlendConfig) -> SemBlend:
@@ -151,7 +142,7 @@ class Launch:
             detokenizer=tokenizer,
         )
         if shared is not None:
-            share_donors(engine, shared, config.donor_directory, config.donor_directory_bytes)
+            engine.reuse.share_donors(shared, config.donor_directory, config.donor_directory_bytes)
         return engine
 
 

@@ -36,14 +36,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from semblend._version import __version__
 from semblend.arrange import Arranger
 from semblend.discover.donor import Donor
-from semblend.engine.server.answering import CLIENT_LEFT, ENDPOINTS, Endpoint, answer, error_response
-from semblend.engine.server.call import wait_until_gone
+from semblend.engine.server.admission import AdmissionQueue, Turns
+from semblend.engine.server.answering import (
+    CLIENT_LEFT,
+    ENDPOINTS,
+    Endpoint,
+    answer,
+    error_response,
+    wait_until_gone,
+)
 from semblend.engine.server.config import ServeConfig
 from semblend.engine.server.dashboard import LiveBoard
 from semblend.engine.server.exposition import CONTENT_TYPE, write_metrics, write_tenant_metrics
-from semblend.engine.server.limits import Gate, Turns, read_digits
-from semblend.engine.server.openapi.document import write_document
-from semblend.engine.server.service import TENANT, Service
+from semblend.engine.server.openapi import write_document
+from semblend.engine.server.service import TENANT, Service, read_digits
 from semblend.engine.server.serving import ServingEngine
 from semblend.engine.server.tenants import Identity
 from semblend.http.connections import Deadlines
@@ -54,7 +60,7 @@ from semblend.wire.errors import ApiError, as_api_error
 
 log = logging.getLogger("semblend.server")
 PAGE_FILES = build_dashboard()
-MOST_DONORS_SHOWN = 200
+MAX_DONORS_SHOWN = 200
 STRANGER = "\0"
 """No tenant has this name: names are printable."""
 REFUSAL_S = 0.001
@@ -64,10 +70,10 @@ REFUSAL_S = 0.001
 def create_app(engine: ServingEngine, config: ServeConfig | None = None, arranger: Arranger | None = None) -> FastAPI:
     """The application around an engine. It starts and stops nothing: whoever made engine and arranger owns them."""
     config = ServeConfig() if config is None else config
-    gate = Gate(config.max_running, config.max_waiting, config.retry_after_s)
+    queue = AdmissionQueue(config.max_running, config.max_waiting, config.retry_after_s)
     arranging = PromptArranger(arranger or config.make_arranger())
     engine.on_evicted(arranging.forget)
-    routes = Routes(Service(engine, config, gate, arranging))
+    routes = Routes(Service(engine, config, queue, arranging))
     app = FastAPI(title="SemBlend", version=__version__, openapi_url=None, docs_url=None, redoc_url=None)
     app.router.redirect_slashes = False  # a redirect would be the one answer that is not JSON
     for endpoint in ENDPOINTS:
@@ -82,7 +88,7 @@ def create_app(engine: ServingEngine, config: ServeConfig | None = None, arrange
     app.add_middleware(
         CountResponses, counts=routes.responses, board=routes.service.board, paths=frozenset(routes.paths())
     )
-    app.state.turns = Turns(lambda: gate.running > 0)
+    app.state.turns = Turns(lambda: queue.running > 0)
     app.add_middleware(TakeTurns, turns=app.state.turns, service=routes.service)
     app.state.service = routes.service
     app.openapi = lambda: routes.document  # type: ignore[method-assign]
@@ -159,9 +165,9 @@ class Routes:
         """Everything for an admin, or for anyone where the operator says so; a tenant's own for a tenant."""
         service = self.service
         if service.config.public_metrics or (identity := service.identify(request)).admin:
-            text = write_metrics(service.gate, service.tokenizing, self.responses)
+            text = write_metrics(service.admission, service.tokenizing, self.responses)
         else:
-            places, responses = service.gate.count(identity.tenant), service.board.count_responses(identity.tenant)
+            places, responses = service.admission.count(identity.tenant), service.board.count_responses(identity.tenant)
             text = write_tenant_metrics(places, responses, service.board.tally(identity))
         return PlainTextResponse(text, media_type=CONTENT_TYPE)
 
@@ -178,8 +184,8 @@ class Routes:
         after = read_digits(given)
         if after is None:
             raise ApiError(400, f"after is {given[:40]!r}, not a number", hint="pass the last sequence", param="after")
-        gate, (donors, donor_tokens) = self.service.gate, self._count_donors(identity)
-        places = gate if identity.admin else gate.count(identity.tenant)
+        queue, (donors, donor_tokens) = self.service.admission, self._count_donors(identity)
+        places = queue if identity.admin else queue.count(identity.tenant)
         body = self.service.board.news(identity, after)
         body |= {
             "model": self.service.engine.model,
@@ -188,7 +194,7 @@ class Routes:
             "running": places.running,
             "waiting": places.waiting,
             "refused": places.refused,
-            "max_running": gate.max_running,
+            "max_running": queue.max_running,
             "donors": donors,
             "donor_tokens": donor_tokens,
         }
@@ -203,7 +209,7 @@ class Routes:
     async def donors(self, request: Request) -> Response:
         """How many donors there are; which ones is for an admin only."""
         identity = self.service.identify(request)
-        latest = self.service.engine.donors()[: -MOST_DONORS_SHOWN - 1 : -1] if identity.admin else ()
+        latest = self.service.engine.donors()[: -MAX_DONORS_SHOWN - 1 : -1] if identity.admin else ()
         count, _ = self._count_donors(identity)
         return JSONResponse({"count": count, "donors": [_describe_donor(donor) for donor in latest]})
 
@@ -252,7 +258,7 @@ class Routes:
 
 
 class TakeTurns:
-    """Makes whoever is answered without a place at the gate wait for a turn (`Turns`): reads, and whatever is refused.
+    """Makes whoever is answered without a place in the queue wait for a turn (`Turns`): reads, and whatever is refused.
 
     Reads are done in their turn and sent behind it: a client that does not read holds up nobody. A refusal was made
     already, and its turn comes before it is sent; a connection does not get on to its next request until then. Who

@@ -1,29 +1,36 @@
-"""What all requests of a server share, and the checks that a request passes before it takes a place in line."""
+"""What all requests of a server share, and what it refuses before a request takes a place in line: texts that cannot
+fit, pages that are not ours, models and tokens that are not here."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
 from semblend.arrange import Arranger
+from semblend.engine.server.admission import AdmissionQueue, TokenizerPool
 from semblend.engine.server.config import ServeConfig
 from semblend.engine.server.dashboard import LiveBoard
-from semblend.engine.server.limits import Gate, compute_body_limit, refuse_foreign_page, refuse_long_texts
 from semblend.engine.server.serving import ServingEngine
 from semblend.engine.server.tenants import Identity, bearer
-from semblend.engine.server.tokenizing import TokenizerPool
 from semblend.wire.arranging import PromptArranger
-from semblend.wire.caller_headers import find_repeated
+from semblend.wire.callers import find_repeated, is_loopback
 from semblend.wire.chat import ChatRequest
 from semblend.wire.completions import CompletionRequest
 from semblend.wire.errors import ApiError
 from semblend.wire.generate import GenerateRequest
-from semblend.wire.json_limits import MOST_CONTAINERS, JsonLimits
+from semblend.wire.json_limits import MAX_CONTAINERS, JsonLimits
 
 TENANT = "semblend.tenant"
 """Where a request's scope says whose it is, once that is known."""
-TEMPLATE_CHARS = 32  # <|im_start|>user and <|im_end|>, about
+ESCAPED_BYTES = 6
+"""A character of text takes this much JSON at most (``\\u00e9``); those beyond the BMP, which take 12, are never alone
+in the longest token."""
+ROOM_BESIDE_TEXT = 64 * 1024
+MAX_BODY_BYTES = 4 * 1024**2
+"""However long the context: parsing so much takes up to 25 ms (ARM Neoverse-N1), in which nobody else is served."""
 ParsedBody = ChatRequest | CompletionRequest | GenerateRequest
 
 
@@ -33,7 +40,7 @@ class Service:
 
     engine: ServingEngine
     config: ServeConfig
-    gate: Gate
+    admission: AdmissionQueue
     arranging: PromptArranger = field(default_factory=lambda: PromptArranger(Arranger()))
     board: LiveBoard = field(default_factory=LiveBoard)
     tokenizing: TokenizerPool = field(init=False)
@@ -50,7 +57,7 @@ class Service:
     @property
     def json_limits(self) -> JsonLimits:
         """Most values of a body: the token ids that one request may hold, and what stands beside them."""
-        return JsonLimits(values=max(self.engine.max_context, self.config.max_list_tokens) + MOST_CONTAINERS)
+        return JsonLimits(values=max(self.engine.max_context, self.config.max_list_tokens) + MAX_CONTAINERS)
 
     @property
     def _context_chars(self) -> int:
@@ -69,52 +76,32 @@ class Service:
         request.scope[TENANT] = identity.tenant
         return identity
 
-    def check_length(self, asked: ParsedBody) -> None:
-        """Refuse text that is too long for the context, before it takes a place in line or reaches the tokenizer."""
-        lengths, list_chars = self.count_chars(asked), self.config.max_list_chars
-        refuse_long_texts(lengths, self._context_chars, list_chars, self.name_text(asked))
-        self._check_id_counts(asked)
+    def check(self, asked: ParsedBody) -> None:
+        """Refuse another's model, text and ids that cannot fit, and ids outside the vocabulary.
 
-    def count_chars(self, asked: ParsedBody) -> list[int]:
-        """The characters of each text in a request; messages are one text."""
-        if isinstance(asked, ChatRequest):
-            return [sum(len(message["content"]) for message in asked.messages)]
-        prompts = asked.prompts if isinstance(asked, CompletionRequest) else (asked.prompt,)
-        return [len(prompt) for prompt in prompts if isinstance(prompt, str)]
-
-    def count_template_chars(self, asked: ParsedBody) -> int:
-        """About how many characters a chat template adds: a thousand empty messages are work, too."""
-        return TEMPLATE_CHARS * len(asked.messages) if isinstance(asked, ChatRequest) else 0
-
-    def name_text(self, asked: ParsedBody) -> str:
-        """The field that holds a request's text."""
-        return {ChatRequest: "messages", CompletionRequest: "prompt"}.get(type(asked), "text")
-
-    def _check_id_counts(self, asked: ParsedBody) -> None:
-        prompts = asked.prompts if isinstance(asked, CompletionRequest) else (getattr(asked, "prompt", ""),)
-        longest = max((len(prompt) for prompt in prompts if not isinstance(prompt, str)), default=0)
+        Before any prompt of the request takes a place in line or reaches the tokenizer.
+        """
+        self.check_model(asked.model)
+        refuse_long_texts(self.count_chars(asked), self._context_chars, self.config.max_list_chars, asked.text_field)
+        ids = [prompt for prompt in asked.prompts if not isinstance(prompt, str)]
+        longest, highest = max(map(len, ids), default=0), max(map(max, ids), default=0)
         if longest >= self.engine.max_context:
             raise ApiError(
                 400,
                 f"{longest} tokens of prompt are more than the context of {self.engine.max_context}",
                 hint="send a shorter prompt",
-                param="prompt" if isinstance(asked, CompletionRequest) else "input_ids",
+                param=asked.ids_field,
                 code="context_length_exceeded",
             )
+        if highest >= self.engine.vocab:
+            hint = f"ids are below {self.engine.vocab}"
+            raise ApiError(400, f"token id {highest} is not in the vocabulary", hint=hint, param=asked.ids_field)
 
-    def check_token_ids(self, asked: ParsedBody) -> None:
-        """Refuse token ids outside the vocabulary, before any prompt of the request takes a place in line."""
+    def count_chars(self, asked: ParsedBody) -> list[int]:
+        """The characters of each text in a request; messages are one text."""
         if isinstance(asked, ChatRequest):
-            return
-        param, prompts = (
-            ("prompt", asked.prompts) if isinstance(asked, CompletionRequest) else ("input_ids", (asked.prompt,))
-        )
-        vocab = self.engine.vocab
-        highest = max((max(prompt) for prompt in prompts if not isinstance(prompt, str)), default=0)
-        if highest >= vocab:
-            raise ApiError(
-                400, f"token id {highest} is not in the vocabulary", hint=f"ids are below {vocab}", param=param
-            )
+            return [sum(len(message["content"]) for message in asked.messages)]
+        return [len(prompt) for prompt in asked.prompts if isinstance(prompt, str)]
 
     def check_model(self, model: str) -> None:
         names = (self.engine.model, *self.config.aliases)
@@ -126,3 +113,67 @@ class Service:
                 param="model",
                 code="model_not_found",
             )
+
+
+def refuse_long_texts(lengths: Sequence[int], context_chars: int, list_chars: int, param: str) -> None:
+    """400 for texts, by their ``lengths`` in characters, that cannot fit the context however they are tokenized.
+
+    ``context_chars`` is the context in tokens times the characters of the longest token; ``list_chars`` bounds several
+    texts together. A tokenizer takes seconds and gigabytes for a text of 16 MB: it must not see one in vain.
+
+    >>> refuse_long_texts([2001], 2000, 10_000, "text")
+    Traceback (most recent call last):
+    semblend.wire.errors.ApiError: text has 2001 characters, the context holds at most 2000 (hint: send a shorter text)
+    """
+    longest, total, most = max(lengths, default=0), sum(lengths), max(context_chars, list_chars)
+    if longest > context_chars:
+        problem, hint = f"has {longest} characters, the context holds at most {context_chars}", "send a shorter text"
+    elif len(lengths) > 1 and total > most:
+        problem, hint = f"has {total} characters in {len(lengths)} texts, more than {most}", "send several requests"
+    else:
+        return
+    raise ApiError(400, f"{param} {problem}", hint=hint, param=param, code="context_length_exceeded")
+
+
+def compute_body_limit(context_chars: int, list_chars: int, most_bytes: int = MAX_BODY_BYTES) -> int:
+    """Most bytes of a body that can be valid: its text, each character escaped, and room for all else.
+
+    >>> compute_body_limit(8192 * 81, 0), compute_body_limit(10**9, 0)
+    (4046848, 4194304)
+    """
+    return min(ROOM_BESIDE_TEXT + ESCAPED_BYTES * max(context_chars, list_chars), most_bytes)
+
+
+def read_digits(text: str, longest: int = 18) -> int | None:
+    """A number in decimal digits, or None. Longer ones are not turned: that takes time, and Python refuses 4,301.
+
+    >>> read_digits("42"), read_digits("-1"), read_digits("9" * 5000), read_digits("٤")
+    (42, None, 999999999999999999, None)
+    """
+    if not (text.isascii() and text.isdecimal()):
+        return None
+    return int(text) if len(text) <= longest else 10**longest - 1
+
+
+def refuse_foreign_page(host: str, origin: str | None, config: ServeConfig) -> None:
+    """403 where a browser calls on behalf of a page that is not ours, or under a name that is not this machine's.
+
+    Without this, any page that a person opens could read their donors or flush their cache.
+    """
+    if config.local_only and not is_loopback(_read_host(f"//{host}")):
+        raise ApiError(403, f"this server does not answer to the name {host[:100]!r}", hint="call it as localhost")
+    if origin is None or origin in config.origins or _read_part(origin, "netloc") == host:
+        return
+    raise ApiError(403, f"the page {origin[:100]!r} may not call this server", hint="add it to the allowed origins")
+
+
+def _read_part(url: str, name: str) -> str | None:
+    try:
+        found: str | None = getattr(urlsplit(url), name)
+    except ValueError:
+        return None
+    return found
+
+
+def _read_host(url: str) -> str:
+    return _read_part(url, "hostname") or ""

@@ -1,4 +1,4 @@
-"""The seam between the server and an engine: what one asks, what the other promises.
+"""The seam between the server and an engine: what one asks, what the other promises, and several streams as one.
 
 The server knows nothing of tensors and the engine nothing of HTTP. In tests, `FakeEngine` (tests/fakes) stands on the
 engine's side of this seam.
@@ -6,14 +6,21 @@ engine's side of this seam.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 from semblend.discover.donor import Donor
 from semblend.prompt import Namespace
 from semblend.text.token_budget import TokenBudget
 from semblend.wire.answer import Chunk
 from semblend.wire.request import Request
+
+T = TypeVar("T")
+MAX_UNREAD = 256
+"""Items that are kept for a slow reader; then the streams wait for it."""
 
 
 class ServingEngine(Protocol):
@@ -73,3 +80,52 @@ class ServingEngine(Protocol):
 
     def reset(self) -> int:
         """Forget the prefix cache and every donor; returns how many donors went."""
+
+
+# -- the answers to a prompt, and the prompts of a request -----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """One stream has ended, with an error or without."""
+
+    error: Exception | None = None
+
+
+async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """Yield the items of all streams in the order in which they come; the first error ends all of them.
+
+    However this ends, every stream is closed.
+    """
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for item in only:
+                yield item
+        return
+    items: asyncio.Queue[T | _End] = asyncio.Queue(MAX_UNREAD)
+    tasks = [asyncio.create_task(_follow(stream, items)) for stream in streams]
+    open_streams = len(tasks)
+    try:
+        while open_streams:
+            got = await items.get()
+            if not isinstance(got, _End):
+                yield got
+            elif got.error is not None:
+                raise got.error
+            else:
+                open_streams -= 1
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _follow(stream: AsyncGenerator[T, None], items: asyncio.Queue[T | _End]) -> None:
+    end = _End()
+    try:
+        async with aclosing(stream):
+            async for item in stream:
+                await items.put(item)
+    except Exception as error:  # raised again where the items are read
+        end = _End(error)
+    await items.put(end)

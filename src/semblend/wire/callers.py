@@ -1,7 +1,12 @@
-"""Headers that say who calls. Each may come once: of two, a server and a front could believe different ones."""
+"""Who calls: headers that name a caller, and names that mean this machine.
+
+Each header may come once: of two, a server and a front could believe different ones. Servers that answer to one person
+ask of addresses and of Host headers whether they mean this machine.
+"""
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Sequence
 
 from semblend.wire.errors import ApiError
@@ -27,3 +32,17 @@ def find_repeated(headers: Sequence[tuple[bytes, bytes]]) -> ApiError | None:
                 code="repeated_header",
             )
     return None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address can only mean this machine.
+
+    >>> is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("a.localhost"), is_loopback("localhost.example")
+    (True, True, True, False)
+    """
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semblend.engine.server.limits import Gate, TenantPlaces, Turns
+from semblend.engine.server.admission import AdmissionQueue, TenantPlaces, Turns
 from semblend.fairness import MAX_REMEMBERED
 from semblend.wire.errors import ApiError
 
@@ -19,7 +19,7 @@ TENANTS = ["acme", "bolt", "coil"]
 
 @dataclass
 class PlainGate:
-    """The rules of `Gate` in lists. Requests are (number, tenant, tokens)."""
+    """The rules of `AdmissionQueue` in lists. Requests are (number, tenant, tokens)."""
 
     max_running: int
     max_waiting: int
@@ -82,7 +82,7 @@ class PlainGate:
 class Crowd:
     """Requests at a real gate, each a task that stays inside until it is told to leave."""
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: AdmissionQueue) -> None:
         self.gate = gate
         self.inside: set[int] = set()
         self.refused: set[int] = set()
@@ -129,7 +129,7 @@ events = st.lists(
 @given(events, st.integers(1, 5), st.integers(0, 5))
 def test_the_gate_keeps_the_plain_rules_whoever_comes_leaves_or_gives_up(steps, max_running, max_waiting):
     async def check():
-        crowd, plain = Crowd(Gate(max_running, max_waiting)), PlainGate(max_running, max_waiting)
+        crowd, plain = Crowd(AdmissionQueue(max_running, max_waiting)), PlainGate(max_running, max_waiting)
         for number, (what, tenant, tokens) in enumerate(steps):
             here = [*plain.running, *plain.waiting]
             if what == "come":
@@ -168,7 +168,7 @@ def test_the_gate_keeps_the_plain_rules_whoever_comes_leaves_or_gives_up(steps, 
 
 def test_a_flood_fills_its_own_part_of_the_line_and_the_neighbour_is_served():
     async def check():
-        gate = Gate(2, 4)
+        gate = AdmissionQueue(2, 4)
         crowd = Crowd(gate)
         for number in range(10):
             await crowd.come(number, "loud", 10)
@@ -189,7 +189,7 @@ def test_a_flood_fills_its_own_part_of_the_line_and_the_neighbour_is_served():
 
 def test_places_go_to_the_tenant_that_was_served_fewer_tokens():
     async def check():
-        crowd = Crowd(Gate(2, 20))
+        crowd = Crowd(AdmissionQueue(2, 20))
         for number in range(4):
             await crowd.come(number, "long", 100)
         for number in range(4, 12):
@@ -209,7 +209,7 @@ def test_places_go_to_the_tenant_that_was_served_fewer_tokens():
 def test_what_a_request_turned_out_to_cost_is_charged():
     async def check():
         for charged, starts in ((0, 4), (500, 5)):
-            gate = Gate(4, 20)
+            gate = AdmissionQueue(4, 20)
             crowd = Crowd(gate)
             for number, tenant in enumerate(["a", "a", "b", "b", "a", "b"]):
                 await crowd.come(number, tenant, 1)
@@ -224,7 +224,7 @@ def test_what_a_request_turned_out_to_cost_is_charged():
 
 def test_without_tenants_the_line_is_first_come_first_served():
     async def check():
-        crowd = Crowd(Gate(1, 5))
+        crowd = Crowd(AdmissionQueue(1, 5))
         for number in range(7):
             await crowd.come(number, "", 10 * (7 - number))
         assert crowd.refused == {6}
@@ -237,7 +237,7 @@ def test_without_tenants_the_line_is_first_come_first_served():
 
 def test_who_is_displaced_in_the_moment_of_giving_up_holds_nothing():
     async def check():
-        gate = Gate(1, 2)
+        gate = AdmissionQueue(1, 2)
         crowd = Crowd(gate)
         for number in range(3):
             await crowd.come(number, "loud", 1)
@@ -259,7 +259,7 @@ def test_who_is_displaced_in_the_moment_of_giving_up_holds_nothing():
 
 def test_a_refusal_tells_a_tenant_of_its_own_requests_only():
     async def check():
-        gate = Gate(3, 0)
+        gate = AdmissionQueue(3, 0)
         for tenant in ("acme", "acme", "bolt"):
             await gate.enter(tenant)
         with pytest.raises(ApiError, match="1 of your requests are running and 0 waiting"):
@@ -270,7 +270,7 @@ def test_a_refusal_tells_a_tenant_of_its_own_requests_only():
 
 def test_many_tenants_leave_nothing_behind():
     async def check():
-        gate = Gate(1, 1)
+        gate = AdmissionQueue(1, 1)
         for number in range(5000):
             await gate.enter(f"tenant{number}", 10)
             gate.charge(f"tenant{number}", 3)

@@ -1,29 +1,311 @@
-"""The OpenAPI document of the server: one `Operation` for each route, and the models that they name."""
+"""/openapi.json: one `Operation` for each route, and the models that they name.
+
+Nothing here answers a request. Bodies are the models of `semblend.wire`; answers are described here, and tests hold the
+real ones to their shapes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic.json_schema import models_json_schema
 
 from semblend._version import __version__
-from semblend.engine.server.openapi.pages import (
-    DonorList,
-    Flushed,
-    Health,
-    LiveNews,
-    LiveRequestShape,
-    ModelCard,
-    ModelList,
-    Stats,
-)
+from semblend.confirm.outcome import Outcome
+from semblend.plan.reuse_plan import DeclineReason
 from semblend.wire.chat import ChatBody
 from semblend.wire.completions import CompletionBody
 from semblend.wire.generate import GenerateBody
-from semblend.wire.replies import ChatCompletion, ErrorBody, Generated, TextCompletion
+
+Count = Annotated[int, Field(ge=0)]
+Milliseconds = Annotated[float, Field(ge=0)]
+FinishWord = Literal["stop", "length"]
+Ms = float | None
+
+
+class Shape(BaseModel):
+    """An answer's object: all fields are there, and no other."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class ErrorDetail(Shape):
+    """A mistake; ``message`` holds the hint too."""
+
+    message: Annotated[str, Field(min_length=1)]
+    type: str
+    param: str | None
+    code: str | None
+    hint: str
+
+
+class ErrorBody(Shape):
+    """What every answer with a status from 400 on has."""
+
+    error: ErrorDetail
+
+
+class ArrangedShape(Shape):
+    """The order of the passages of one group: ``order[i]`` is the number, in the request, of the one at place i."""
+
+    message: Count
+    group: str
+    order: list[Count]
+
+
+class ReceiptShape(Shape):
+    """What was reused; ``recomputed`` and ``donors`` are shown to an admin only.
+
+    ``arranged`` is there where passages were marked.
+    """
+
+    outcome: Outcome
+    mode: str | None
+    exact_tokens: Count
+    reused_tokens: Count
+    recomputed_tokens: Count
+    prefill_tokens: Count
+    risk: float | None
+    escalations: Count | None
+    ttft_ms: Milliseconds | None
+    reason: DeclineReason | None
+    detail: str
+    recomputed: list[tuple[Count, Count]] | None = None
+    donors: list[str] = Field(default=[])
+    arranged: list[ArrangedShape] = Field(default=[])
+
+
+class CachedTokens(Shape):
+    cached_tokens: Count
+
+
+class Usage(Shape):
+    prompt_tokens: Count
+    completion_tokens: Count
+    total_tokens: Count
+    prompt_tokens_details: CachedTokens
+
+
+class BareToken(Shape):
+    token: str
+    logprob: Annotated[float, Field(le=1e-3)]
+    bytes: list[Annotated[int, Field(ge=0, le=255)]]
+
+
+class ChatToken(BareToken):
+    top_logprobs: list[BareToken]
+
+
+class ChatLogprobs(Shape):
+    content: list[ChatToken]
+    refusal: None
+
+
+class AssistantMessage(Shape):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(Shape):
+    index: Count
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishWord
+
+
+class ChatCompletion(Shape):
+    """OpenAI's ``chat.completion``."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: Count
+    model: str
+    system_fingerprint: None
+    choices: Annotated[list[ChatChoice], Field(min_length=1)]
+    usage: Usage
+    semblend: ReceiptShape | None
+
+
+class TextLogprobs(Shape):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[Count]
+
+
+class TextChoice(Shape):
+    index: Count
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: FinishWord
+
+
+class TextCompletion(Shape):
+    """OpenAI's ``text_completion``; ``semblend`` is a list where several prompts were sent."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: Count
+    model: str
+    system_fingerprint: None
+    choices: Annotated[list[TextChoice], Field(min_length=1)]
+    usage: Usage
+    semblend: ReceiptShape | list[ReceiptShape | None] | None
+
+
+class CacheDetails(Shape):
+    exact: Count
+    fuzzy: Count
+
+
+class FinishedByLength(Shape):
+    type: Literal["length"]
+    length: Count
+
+
+class FinishedByStop(Shape):
+    type: Literal["stop"]
+    matched: str | int | None
+
+
+class MetaInfo(Shape):
+    id: str
+    finish_reason: FinishedByLength | FinishedByStop
+    prompt_tokens: Count
+    completion_tokens: Count
+    cached_tokens: Count
+    cached_tokens_details: CacheDetails
+    e2e_latency: Annotated[float, Field(ge=0)]
+    output_token_logprobs: list[tuple[float, int, str]] | None = None
+    output_top_logprobs: list[list[tuple[float, int, str]]] | None = None
+
+
+class Generated(Shape):
+    """SGLang's answer."""
+
+    text: str
+    output_ids: list[Count]
+    meta_info: MetaInfo
+    semblend: ReceiptShape | None = None
+
+
+# -- what the server says of itself -----------------------------------------------------------------------------------
+
+
+class ModelCard(Shape):
+    """OpenAI's ``model``."""
+
+    id: str
+    object: Literal["model"]
+    created: Count
+    owned_by: str
+    root: str
+    max_model_len: Annotated[int, Field(ge=1)]
+
+
+class ModelList(Shape):
+    object: Literal["list"]
+    data: Annotated[list[ModelCard], Field(min_length=1)]
+
+
+class Health(Shape):
+    status: Literal["ok"]
+    model: str
+    version: str
+    needs_key: bool
+
+
+class Flushed(Shape):
+    success: Literal[True]
+    donors_forgotten: Count
+
+
+class TokensByKind(Shape):
+    exact: Count
+    reused: Count
+    recomputed: Count
+    prefill: Count
+
+
+class TotalsShape(Shape):
+    """What receipts add up to."""
+
+    requests: Count
+    states: dict[str, Count]
+    outcomes: dict[str, Count]
+    declines: dict[str, Count]
+    tokens: TokensByKind
+    saved_ms: float
+    cold_ms: float
+    risks: list[float]
+
+
+class LiveRequestShape(Shape):
+    """One request; ``tenant`` is shown to an admin only."""
+
+    id: str
+    endpoint: str
+    state: Literal["waiting", "running", "done", "failed", "refused", "cancelled"]
+    opened_unix_s: float
+    waited_ms: Ms
+    total_ms: Ms
+    ttft_ms: Ms
+    cold_ttft_ms: Ms
+    prompt_tokens: Count
+    output_tokens: Count
+    quality: str | None
+    error: str
+    semblend: ReceiptShape | None
+    places_known: bool
+    strip: list[tuple[Count, Count, Literal["exact", "reused", "recomputed", "prefill"], int | None]]
+    tenant: str = ""
+
+
+class LiveNews(Shape):
+    """What changed since ``after``."""
+
+    sequence: Count
+    requests: list[LiveRequestShape]
+    totals: TotalsShape
+    cold_samples: Count
+    model: str
+    admin: bool
+    tenant: str
+    running: Count
+    waiting: Count
+    refused: Count
+    max_running: Count
+    donors: Count
+    donor_tokens: Count
+
+
+class DonorShape(Shape):
+    donor_id: str
+    tokens: Count
+    created_unix_s: float
+    pinned: bool
+    tenant: str
+
+
+class DonorList(Shape):
+    count: Count
+    donors: list[DonorShape]
+
+
+class Stats(Shape):
+    """``engine`` and ``responses`` are shown to an admin only."""
+
+    uptime_s: Annotated[float, Field(ge=0)]
+    totals: TotalsShape
+    engine: dict[str, Any] = Field(default={})
+    responses: dict[str, Count] = Field(default={})
+
+
+# -- the document -----------------------------------------------------------------------------------------------------
 
 JsonObject = dict[str, Any]
 _REF = "#/components/schemas/{model}"

@@ -125,12 +125,7 @@ class Launch:
             pool_tokens=config.pool_tokens,
             config=config.engine_config(quality=library.quality),
             semblend=semblend,
-            quality=QualitySettings(
-                mode=library.quality,
-                thresholds=gate,
-                pass_rows=_measure_pass_rows(model),
-                deep_tolerance=library.deep_tolerance,
-            ),
+            quality=QualitySettings.of_config(library, gate, pass_rows=_measure_pass_rows(model)),
             donor_device_bytes=config.donor_device_bytes,
             donor_host_bytes=config.donor_host_bytes,
             donor_disk_bytes=config.donor_disk_bytes if config.donor_dir else 0,

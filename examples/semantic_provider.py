@@ -8,12 +8,10 @@ A bad proposal costs time and never an answer. Run this file to see the provider
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
-from semblend.integration.sglang.fake_radix import FakeKey, FakeMatchParams, FakeRadixCache, FakeRequest
-from semblend.integration.sglang.semantic_prefix import SemanticPrefixProvider, SemanticPrefixResult, install_hooks
+from semblend.integration.sglang.semantic_prefix import SemanticPrefixProvider, SemanticPrefixResult
 
 PIECE, STRIDE, LOOKS, KEPT = 8, 4, 128, 256
 
@@ -45,13 +43,7 @@ class SharedPieces(SemanticPrefixProvider):
 
 
 if __name__ == "__main__":
-    install_hooks(FakeRadixCache)
-    cache, provider, document = FakeRadixCache.create_simulated(), SharedPieces(), list(range(1000, 1080))
-    cache.set_semantic_provider(provider)  # type: ignore[attr-defined]
-    cache.checkpoint(FakeRequest("first", array("q", [1, 2, 3, *document])), up_to=83)
-    second = FakeRequest("second", array("q", [7, 8, *document]))
-    found = cache.match_prefix(FakeMatchParams(FakeKey(second.full_untruncated_fill_ids), second))
-    cache.set_semantic_provider(None)  # type: ignore[attr-defined]  # nobody waits for a provider but whoever clears it
+    provider, document = SharedPieces(), list(range(1000, 1080))
+    provider.on_request_cached("first", [1, 2, 3, *document])  # as the cache calls it when a request has ended
     proposal = provider.on_prefix_miss("second", [7, 8, *document])
     print(f"for the second request: {proposal.source_id if proposal else None}")
-    print(f"a stock cache serves {found.device_prefix_len} tokens of it: it cannot move KV, and others are not equal")

@@ -26,7 +26,7 @@ KEY_LINES = {
     "tenants.py": ["the same namespace     600 tokens", "another tenant         nothing (nothing_shared)"],
     "receipts.py": ["planned 1000, counted as reused: 0", "confirmed, counted as reused: 984", "changed: stale"],
     "shared_store.py": ["0 donors before refresh, 1 taken over", "after a restart: 2000 tokens found", "mode 600"],
-    "semantic_provider.py": ["for the second request: first", "a stock cache serves 0 tokens of it"],
+    "semantic_provider.py": ["for the second request: first"],
     "transformers_generate.py": ["the same instruction  2858 exact", "another instruction   0 exact, 2793 reused"],
     "reuse_on_cpu.py": ["exact     cold_fallback: 1206 prefill", "fast      backend_materialized_reuse: 1122 reused"],
     "langchain_rag.py": ["as retrieved 22%", "arranged     42%"],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from semblend.integration.dynamo.serve import SUPPORTED
+from semblend.integration.versions import DYNAMO as DYNAMO_VERSIONS
 from tools.reference.support_tables import DYNAMO, DYNAMO_REASONS
 
 
@@ -17,7 +17,7 @@ def dynamo_markdown() -> str:
         "",
         "| Dynamo | how it is known |",
         "|---|---|",
-        *(f"| {row.version} | {row.evidence}: {row.note} |" for row in reversed(SUPPORTED)),
+        *(f"| {row.version} | {row.evidence}: {row.note} |" for row in reversed(DYNAMO_VERSIONS.rows)),
         "",
         "Any other version is served too; the router says at its start that nobody has looked at it.",
         "",

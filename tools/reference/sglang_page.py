@@ -7,7 +7,7 @@ from dataclasses import fields
 from semblend.integration.sglang.hicache.page_options import PageOptions
 from semblend.integration.sglang.launcher import build_parser
 from semblend.integration.sglang.settings import SglangSettings
-from semblend.integration.sglang.versions import SUPPORTED
+from semblend.integration.versions import SGLANG as SGLANG_VERSIONS
 from tools.reference.support_tables import SGLANG
 from tools.reference.vllm_page import show_default
 
@@ -23,7 +23,7 @@ def sglang_markdown() -> str:
         "",
         "| SGLang | how it is known |",
         "|---|---|",
-        *(f"| {row.version} | {row.evidence}: {row.note} |" for row in reversed(SUPPORTED)),
+        *(f"| {row.version} | {row.evidence}: {row.note} |" for row in reversed(SGLANG_VERSIONS.rows)),
         "",
         "Any other version runs as without us and logs one line with what to do next; `semblend-sglang` does not "
         "start it.",

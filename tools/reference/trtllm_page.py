@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from semblend.integration.trtllm.engine_support import SUPPORTED, TrtllmSettings
+from semblend.integration.trtllm.engine_support import TrtllmSettings
 from semblend.integration.trtllm.launcher import build_parser
+from semblend.integration.versions import TRTLLM as TRTLLM_VERSIONS
 from tools.reference.sglang_page import list_settings
 from tools.reference.support_tables import TRTLLM
 
@@ -20,7 +21,7 @@ def trtllm_markdown() -> str:
         "",
         "| TensorRT-LLM | how it is known |",
         "|---|---|",
-        *(f"| {row.version} | {row.evidence}: {row.note} |" for row in reversed(SUPPORTED)),
+        *(f"| {row.version} | {row.evidence}: {row.note} |" for row in reversed(TRTLLM_VERSIONS.rows)),
         "",
         "Any other version runs as without us and logs one line with what to do next; `semblend-trtllm` does not "
         "start it.",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+from semblend.integration.versions import VLLM as VLLM_VERSIONS
 from semblend.integration.vllm.settings import ConnectorSettings
-from semblend.integration.vllm.versions import SUPPORTED
 from tools.reference.support_tables import VLLM
 
 
@@ -19,7 +19,7 @@ def vllm_markdown() -> str:
         "",
         "| vLLM | how it is known |",
         "|---|---|",
-        *(f"| {row.version} | {row.evidence}: {row.note} |" for row in reversed(SUPPORTED)),
+        *(f"| {row.version} | {row.evidence}: {row.note} |" for row in reversed(VLLM_VERSIONS.rows)),
         "",
         "In any other version the connector loads, logs one line with what to do next, and reuses nothing. "
         "`.ci/engines/vllm-cpu versions` runs the older ones again.",

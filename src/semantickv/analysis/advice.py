@@ -498,11 +498,6 @@ class Advice:
         return self.choice.room
 
     @property
-    def helps_to_add(self) -> bool:
-        """Whether unlimited memory would give more than `NOISE` above the engine's own."""
-        return self.ceiling.token_hit_rate - self.choice.own.token_hit_rate > NOISE
-
-    @property
     def surely_helps_to_add(self) -> bool:
         """Whether the whole trace, its half and the draws all ask for more memory, and it could give much (`MUCH`)."""
         found = self.sureness

@@ -89,8 +89,9 @@ def _add_router(commands: Commands) -> None:
     _add_engine_reuse_flag(parser)
     _add_listen_flags(parser, port=8020)
     _add_trace_flags(parser)
-    for name, (long, kind, word, text) in _FAULT_FLAGS.items():
-        flag(long, dest=name, type=kind, metavar=word, help=text)
+    for name, (long, text) in _FAULT_FLAGS.items():
+        kind = type(getattr(EdgeSettings, name))
+        flag(long, dest=name, type=kind, metavar="N" if kind is int else "SECONDS", help=text)
     flag("--demo", action="store_true", help="compare the policies on made-up traffic, and end")
     flag("--demo-replicas", type=int, default=4, metavar="N", help="engines of --demo")
     flag("--seed", type=int, default=11, metavar="N", help="seed of the traffic of --demo")
@@ -106,7 +107,7 @@ def run_router(args: argparse.Namespace) -> int:
         return _run_demo(args)
     from semantickv.apps.build import build_router
 
-    for name, (long, *_) in _FAULT_FLAGS.items():
+    for name, (long, _) in _FAULT_FLAGS.items():
         value = getattr(args, name)
         if value is not None and not value > 0:
             raise InputError(f"{long} {value} is too small", hint="a number above 0")
@@ -165,12 +166,14 @@ def run_dynamo_router(args: argparse.Namespace) -> int:
     from semantickv.routing.fingerprint import load_cutter
     from semantickv.routing.worker_evidence import WorkerEvidence
     from semantickv.shared_state import open_link
-    from semblend.integration.dynamo.serve import RouterOptions, read_version, run_router
+    from semblend.integration.dynamo import serve as dynamo
 
-    options = RouterOptions(args.model_name, args.model_path, args.endpoint.removeprefix("dyn://"), args.block_size)
+    options = dynamo.RouterOptions(
+        args.model_name, args.model_path, args.endpoint.removeprefix("dyn://"), args.block_size
+    )
     settings = EdgeSettings.read()
     reuse = _read_reuse(args, settings)
-    say(read_version())
+    say(dynamo.read_version())
     say(reuse.describe())
     load_cutter()  # takes seconds the first time; no request waits for it
     known: dict[str, Any] = {"reuse": reuse, "secret": settings.hash_key}
@@ -182,9 +185,9 @@ def run_dynamo_router(args: argparse.Namespace) -> int:
 
     link = open_link(settings, share)
     if link is None:
-        run_router(options, WorkerEvidence(settings.max_tracked_tokens, **known))
+        dynamo.run_router(options, WorkerEvidence(settings.max_tracked_tokens, **known))
     else:
-        run_router(options, link.sync, link)
+        dynamo.run_router(options, link.sync, link)
     return 0
 
 
@@ -246,14 +249,14 @@ def run_api(args: argparse.Namespace) -> int:
 # -- what they share --------------------------------------------------------------------------------------------------
 
 _FAULT_FLAGS = {
-    "health_s": ("--health-seconds", float, "SECONDS", "time between two health checks of a replica (default: 5)"),
-    "health_timeout_s": ("--health-timeout", float, "SECONDS", "time that a health check may take (default: 2)"),
-    "health_failures": ("--health-failures", int, "N", "failed checks in a row that take a replica out (default: 2)"),
-    "hang_s": ("--hang-seconds", float, "SECONDS", "time without any answer that takes a replica out (default: 10)"),
-    "max_attempts": ("--max-attempts", int, "N", "replicas that a request is sent to before it fails (default: 3)"),
-    "breaker_faults": ("--breaker-faults", int, "N", "faults in a row after which a replica pauses (default: 3)"),
-    "breaker_s": ("--breaker-seconds", float, "SECONDS", "its first pause, doubled after failed trials (default: 1)"),
-    "breaker_max_s": ("--breaker-max-seconds", float, "SECONDS", "its longest pause (default: 60)"),
+    "health_s": ("--health-seconds", "time between two health checks of a replica (default: 5)"),
+    "health_timeout_s": ("--health-timeout", "time that a health check may take (default: 2)"),
+    "health_failures": ("--health-failures", "failed checks in a row that take a replica out (default: 2)"),
+    "hang_s": ("--hang-seconds", "time without any answer that takes a replica out (default: 10)"),
+    "max_attempts": ("--max-attempts", "replicas that a request is sent to before it fails (default: 3)"),
+    "breaker_faults": ("--breaker-faults", "faults in a row after which a replica pauses (default: 3)"),
+    "breaker_s": ("--breaker-seconds", "its first pause, doubled after failed trials (default: 1)"),
+    "breaker_max_s": ("--breaker-max-seconds", "its longest pause (default: 60)"),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +16,6 @@ from semantickv.analysis.experiments import (
     CHAINED_NOTE,
     CONFIG_FOLDER,
     DEFAULT_POLICIES,
-    SIX,
     Experiment,
     ExperimentOutcome,
     list_configs,
@@ -144,23 +143,13 @@ def _print_outcomes(done: list[tuple[ExperimentOutcome, Path]], *, as_json: bool
     if as_json:
         print_json([outcome.as_json() | {"folder": str(folder)} for outcome, folder in done])
         return
-    rows = []
-    for outcome, _ in done:
-        for mode, records in outcome.records.items():
-            for record in records:
-                gain = compute_gain(records, record["policy"])
-                rows.append(
-                    (
-                        outcome.experiment.experiment_id,
-                        mode,
-                        record["policy"],
-                        f"{record['block_hit_rate']:.2%}",
-                        f"{record['avg_ttft_ms']:.2f}",
-                        "" if gain is None else f"{gain:+.2%}",
-                    )
-                )
-    head = ("experiment", "mode", "policy", "block hits", "avg TTFT ms (simulated)", "against LRU")
-    print(table(rows, head=head, right=(3, 4, 5)))
+    rows = [
+        (outcome.experiment.experiment_id, mode, *row)
+        for outcome, _ in done
+        for mode, records in outcome.records.items()
+        for row in _format_records(records)
+    ]
+    print(table(rows, head=("experiment", "mode", *_RECORD_HEAD), right=tuple(range(3, 9))))
     for _, folder in done:
         say(f"wrote {folder}")
 
@@ -178,8 +167,7 @@ def _add_replay(commands: Commands) -> None:
     size.add_argument("--cache-token-budget", type=int, metavar="N", help="size of the cache in tokens")
     size.add_argument("--cache-block-budget", type=int, metavar="N", help="size of the cache in blocks")
     size.add_argument("--cache-gib", type=float, metavar="GIB", help="size of the cache in GiB of --model's KV")
-    flag("--model", choices=sorted(KV_SHAPES), default="qwen2.5-7b", help="model whose KV --cache-gib counts")
-    flag("--dtype", choices=sorted(DTYPE_BYTES), default="bf16", help="number type of that KV")
+    _add_kv_flags(parser)
     flag(
         "--policies",
         nargs="+",
@@ -194,11 +182,8 @@ def _add_replay(commands: Commands) -> None:
         help="prefix: a block hits if all before it hit; block: each by itself",
     )
     add_latency_flags(parser)
-    flag("--seed", type=int, default=0, metavar="N", help="seed of policies that choose at random")
-    flag("--output-dir", default="outputs/traces", metavar="DIR", help="folder under which a new folder is made")
-    flag("--output-name", default="replay", metavar="NAME", help="end of the new folder's name")
     flag("--no-plots", action="store_true", help="write no pictures")
-    flag("--json", action="store_true", help="print the results as JSON")
+    _add_output_flags(parser, "outputs/traces", "replay")
 
 
 def run_replay(args: argparse.Namespace) -> int:
@@ -222,7 +207,7 @@ def run_replay(args: argparse.Namespace) -> int:
     if args.json:
         print_json(result.as_json())
     else:
-        _print_records(result.records)
+        print(table(_format_records(result.records), head=_RECORD_HEAD, right=tuple(range(1, 7))))
     if trace.chained and args.mode == "block":
         say(CHAINED_NOTE)
     for line in describe_calibration(fitted) if fitted else ():
@@ -244,24 +229,26 @@ def _read_capacity(args: argparse.Namespace) -> Capacity:
     return Capacity.tokens(args.cache_token_budget)
 
 
-def _print_records(records: list[dict[str, Any]]) -> None:
-    """Print one row for each policy."""
-    rows = []
-    for record in records:
-        gain = compute_gain(records, record["policy"])
-        rows.append(
-            (
-                record["policy"],
-                f"{record['block_hit_rate']:.2%}",
-                f"{record['token_hit_rate']:.2%}",
-                f"{record['tokens_saved']:,}",
-                f"{record['evictions']:,}",
-                f"{record['avg_ttft_ms']:.2f}",
-                "" if gain is None else f"{gain:+.2%}",
-            )
+_RECORD_HEAD = (
+    "policy", "block hits", "token hits", "tokens saved", "evictions", "avg TTFT ms (simulated)", "against LRU"
+)  # fmt: skip
+
+
+def _format_records(records: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Format one row for each policy."""
+    gains = [compute_gain(records, record["policy"]) for record in records]
+    return [
+        (
+            record["policy"],
+            f"{record['block_hit_rate']:.2%}",
+            f"{record['token_hit_rate']:.2%}",
+            f"{record['tokens_saved']:,}",
+            f"{record['evictions']:,}",
+            f"{record['avg_ttft_ms']:.2f}",
+            "" if gain is None else f"{gain:+.2%}",
         )
-    head = ("policy", "block hits", "token hits", "tokens saved", "evictions", "avg TTFT ms (simulated)", "against LRU")
-    print(table(rows, head=head, right=(1, 2, 3, 4, 5, 6)))
+        for record, gain in zip(records, gains, strict=True)
+    ]
 
 
 TIER_NAMES = {"device": "hbm", "host": "dram", "disk": "ssd"}
@@ -279,14 +266,12 @@ def _add_tiers(commands: Commands) -> None:
     )
     flag = parser.add_argument
     add_trace_flags(parser)
-    flag("--model", choices=sorted(KV_SHAPES), default="qwen2.5-7b", help="model whose KV fills the memory")
-    flag("--dtype", choices=sorted(DTYPE_BYTES), default="bf16", help="number type of that KV")
-    flag("--gpu", default=DEFAULT_GPU, metavar="NAME", help="GPU whose prefill rate is used")
+    _add_kv_flags(parser)
+    _add_price_flags(parser)
     flag("--device-gib", type=float, required=True, metavar="GIB", help="KV memory of the device, in GiB")
     flag("--host-gib", type=float, default=0.0, metavar="GIB", help="KV memory of the host, in GiB (default: none)")
     flag("--disk-gib", type=float, default=0.0, metavar="GIB", help="KV memory of the disk, in GiB (default: none)")
     flag("--decode-ms", type=float, default=DECODE_MS, metavar="MS", help="time of a token of the answer, in ms")
-    flag("--prices", metavar="FILE", help="TOML that replaces rates and bandwidths of the package")
     flag("--json", action="store_true", help="print the results as JSON")
 
 
@@ -361,13 +346,8 @@ def _add_advise(commands: Commands) -> None:
     flag = parser.add_argument
     add_trace_flags(parser)
     flag("--policies", nargs="+", metavar="NAME", help="policies to compare (default: all)")
-    flag(
-        "--model",
-        choices=sorted(KV_SHAPES),
-        default="qwen2.5-7b",
-        help="model whose KV fills the memory and whose prefill is saved",
-    )
-    flag("--dtype", choices=sorted(DTYPE_BYTES), default="bf16", help="number type of that KV")
+    _add_kv_flags(parser)
+    _add_price_flags(parser)
     flag(
         "--gib",
         nargs="+",
@@ -382,7 +362,6 @@ def _add_advise(commands: Commands) -> None:
         help="tokens of KV that the engine holds on the GPU, as it says when it starts "
         "(default: what the weights leave)",
     )
-    flag("--gpu", default=DEFAULT_GPU, metavar="NAME", help="GPU whose hours are saved")
     flag(
         "--memory",
         "--memory-kind",
@@ -390,7 +369,6 @@ def _add_advise(commands: Commands) -> None:
         default="",
         help="memory to add to the GPU; hbm: none (default: what the engine can)",
     )
-    flag("--prices", metavar="FILE", help="TOML that replaces prices and rates of the package")
     flag(
         "--hour-cost",
         "--gpu-hour",
@@ -408,10 +386,7 @@ def _add_advise(commands: Commands) -> None:
         "--engine", choices=tuple(ENGINES), default="", help="advise only policies that this engine has (default: all)"
     )
     add_latency_flags(parser)
-    flag("--seed", type=int, default=0, metavar="N", help="seed of policies that choose at random")
-    flag("--output-dir", default="outputs/advise", metavar="DIR", help="folder under which a new folder is made")
-    flag("--output-name", default="advice", metavar="NAME", help="end of the new folder's name")
-    flag("--json", action="store_true", help="print the advice as JSON")
+    _add_output_flags(parser, "outputs/advise", "advice")
 
 
 def run_advise(args: argparse.Namespace) -> int:
@@ -430,18 +405,8 @@ def run_advise(args: argparse.Namespace) -> int:
     sizes = None
     if args.gib:
         sizes = [int(gib * 2**30) // count_kv_bytes_per_token(args.model, args.dtype) for gib in args.gib]
-    question = Question(
-        model=args.model,
-        dtype=args.dtype,
-        gpu=args.gpu,
-        memory=args.memory,
-        engine=args.engine,
-        pool_tokens=args.pool_tokens,
-        hour_cost=args.hour_cost,
-        gib_hour_cost=args.gib_hour_cost,
-        latency=latency,
-        book=book,
-    )
+    given = {one.name: getattr(args, one.name) for one in fields(Question) if hasattr(args, one.name)}
+    question = Question(**given, latency=latency, book=book)
     with Progress() as progress:
         advice = advise(trace, question, policies=args.policies, sizes=sizes, seed=args.seed, progress=progress.show)
     folder = make_folder(args.output_dir, args.output_name)
@@ -489,7 +454,7 @@ def _add_check(commands: Commands) -> None:
 def run_check(args: argparse.Namespace) -> int:
     """Check packages, policies and experiment configurations without running the experiments; exit 1 if one fails."""
     checks: list[tuple[str, Callable[[], str]]] = [
-        ("policies", _check_policies),
+        ("policies", lambda: f"{len(POLICIES)} policies"),
         ("simulator", _check_simulator),
         ("configurations", lambda: _check_configurations(Path(args.config_dir))),
         ("plots", lambda: _check_package("matplotlib")),
@@ -508,14 +473,6 @@ def run_check(args: argparse.Namespace) -> int:
             rows.append(("FAILED", name, str(error)))
     print(table(rows, head=("", "what", "found")))
     return 1 if failed else 0
-
-
-def _check_policies() -> str:
-    """Check that the six policies of the source text exist; return their number in words."""
-    missing = [name for name in SIX if name not in POLICIES]
-    if missing:
-        raise LookupError(f"no policy {', '.join(missing)}")
-    return f"{len(POLICIES)} policies"
 
 
 def _check_simulator() -> str:
@@ -540,11 +497,9 @@ def _check_applications() -> str:
     """Import the ASGI applications; none of them reads a setting before it is started."""
     for name in APPLICATIONS:
         try:
-            application = import_module(f"semantickv.apps.{name}").app
+            import_module(f"semantickv.apps.{name}")
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(f"{name} needs {error.name}: pip install 'semblend-suite[edge]'") from None
-        if not callable(application):
-            raise TypeError(f"{name}.app is no application")
     return ", ".join(APPLICATIONS)
 
 
@@ -574,6 +529,26 @@ def add_trace_flags(parser: argparse.ArgumentParser) -> None:
     flag("--skip-bad", action="store_true", help="skip bad lines and count them")
     flag("--sort", action="store_true", help="sort the requests by time of arrival")
     flag("--max-requests", type=int, metavar="N", help="use the first N requests only")
+
+
+def _add_kv_flags(parser: argparse.ArgumentParser) -> None:
+    flag = parser.add_argument
+    flag("--model", choices=sorted(KV_SHAPES), default="qwen2.5-7b", help="model whose KV fills the memory")
+    flag("--dtype", choices=sorted(DTYPE_BYTES), default="bf16", help="number type of that KV")
+
+
+def _add_price_flags(parser: argparse.ArgumentParser) -> None:
+    flag = parser.add_argument
+    flag("--gpu", default=DEFAULT_GPU, metavar="NAME", help="GPU whose rate and price are used")
+    flag("--prices", metavar="FILE", help="TOML that replaces prices and rates of the package")
+
+
+def _add_output_flags(parser: argparse.ArgumentParser, folder: str, name: str) -> None:
+    flag = parser.add_argument
+    flag("--seed", type=int, default=0, metavar="N", help="seed of policies that choose at random")
+    flag("--output-dir", default=folder, metavar="DIR", help="folder under which a new folder is made")
+    flag("--output-name", default=name, metavar="NAME", help="end of the new folder's name")
+    flag("--json", action="store_true", help="print the results as JSON")
 
 
 def add_latency_flags(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,8 @@ spans hang below it. Without tracing the client's header passes as it is. A span
 from __future__ import annotations
 
 import sys
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from semantickv.edge.headers import RawHeaders, find_header
 from semantickv.telemetry.record import ExchangeRecord
@@ -50,11 +51,8 @@ EDGE_METRICS: tuple[MetricSpec, ...] = (
 KNOWN_STATUS = frozenset({200, 400, 401, 403, 404, 408, 413, 422, 429, 499, 500, 502, 503, 504})
 
 
-class Gauges(Protocol):
-    """Where the numbers of this moment come from."""
-
-    def read_gauges(self) -> dict[str, dict[tuple[str, ...], float]]:
-        """Values by name of the metric, then by labels."""
+Gauges = Callable[[], dict[str, dict[tuple[str, ...], float]]]
+"""Gives the numbers of this moment: by name of the metric, then by labels."""
 
 
 class EdgeMetrics:
@@ -109,7 +107,7 @@ class EdgeMetrics:
 
     def write(self) -> bytes:
         """Write everything in Prometheus' text format."""
-        for name, values in self._gauges.read_gauges().items():
+        for name, values in self._gauges().items():
             metric = self._of[name]
             for labels, value in values.items():
                 one = metric.labels(*labels) if labels else metric

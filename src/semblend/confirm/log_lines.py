@@ -7,6 +7,7 @@ from `reuse_confirmed` and from nothing else. Ids are percent-encoded, so that n
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -39,6 +40,20 @@ def format_line(event: Event, engine: LogFormat) -> str | None:
         raise ValueError(f"no log format {engine!r} (hint: one of {known})") from None
     formatter = formatters.get(event.kind)
     return formatter(event) if formatter else None
+
+
+class LogSink:
+    """Writes events to an engine's log, as far as its format has lines for them."""
+
+    def __init__(self, log: logging.Logger, engine: LogFormat) -> None:
+        self._log, self._engine = log, engine
+
+    def emit(self, event: Event) -> None:
+        if (line := format_line(event, self._engine)) is not None:
+            self._log.info("%s", line)
+
+    def close(self) -> None:
+        pass
 
 
 def _vllm_donor(event: Event) -> str:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from semblend.confirm.outcome import Outcome
 from semblend.errors import ReceiptError
@@ -307,30 +307,18 @@ class RequestFacts:
     ttft_ms: float | None = None
 
 
-class BackendWork(Protocol):
-    """What a backend did with a plan: tokens by kind, the gate's numbers, times in milliseconds."""
-
-    @property
-    def reused_tokens(self) -> int: ...
-    @property
-    def recomputed_tokens(self) -> int: ...
-    @property
-    def risk(self) -> float | None: ...
-    @property
-    def escalations(self) -> int: ...
-    @property
-    def canary(self) -> float | None: ...
-    @property
-    def load_ms(self) -> float | None: ...
-    @property
-    def compute_ms(self) -> float | None: ...
+_WORK = ("reused_tokens", "recomputed_tokens", "risk", "escalations", "canary", "load_ms", "compute_ms")
+_AS_THEY_ARE = (
+    *("request_id", "engine", "engine_version", "mode", "prompt_tokens", "exact_tokens"),
+    *("lookup_ms", "compute_ms", "ttft_ms"),
+)
 
 
-def build_receipt(facts: RequestFacts, work: BackendWork | None = None, declined: Decline | None = None) -> Receipt:
+def build_receipt(facts: RequestFacts, work: Any = None, declined: Decline | None = None) -> Receipt:
     """Build the receipt from the facts, the backend's ``work`` and its reason to refuse, where there is one.
 
-    Without ``work`` no reuse is counted, whatever was planned. Tokens that are neither exact, reused nor recomputed are
-    prefill.
+    ``work`` has its numbers under the names of a receipt's fields; ``compute_ms`` is then the backend's. Without it no
+    reuse is counted, whatever was planned. Tokens that are neither exact, reused nor recomputed are prefill.
 
     >>> facts = RequestFacts(request_id="r", engine="semblend", engine_version="1", namespace=Namespace(), mode="fast",
     ...                      prompt_tokens=9, exact_tokens=4, decision=None)
@@ -338,29 +326,17 @@ def build_receipt(facts: RequestFacts, work: BackendWork | None = None, declined
     >>> str(receipt.outcome), receipt.prefill_tokens
     ('exact_prefix_route', 5)
     """
-    reused = work.reused_tokens if work else 0
-    recomputed = work.recomputed_tokens if work else 0
+    values: JsonObject = {name: getattr(facts, name) for name in _AS_THEY_ARE}
+    if work is not None:
+        values |= {name: getattr(work, name) for name in _WORK}
+    reused, recomputed = values.get("reused_tokens", 0), values.get("recomputed_tokens", 0)
     outcome, why = _find_outcome(facts, reused, declined)
     return Receipt(
-        request_id=facts.request_id,
-        engine=facts.engine,
-        engine_version=facts.engine_version,
+        **values,
         namespace=facts.namespace.digest,
         outcome=outcome,
-        mode=facts.mode,
-        prompt_tokens=facts.prompt_tokens,
-        exact_tokens=facts.exact_tokens,
-        reused_tokens=reused,
-        recomputed_tokens=recomputed,
         prefill_tokens=facts.prompt_tokens - facts.exact_tokens - reused - recomputed,
         spans=facts.decision.spans if reused + recomputed and isinstance(facts.decision, ReusePlan) else (),
-        risk=work.risk if work else None,
-        escalations=work.escalations if work else 0,
-        canary=work.canary if work else None,
-        lookup_ms=facts.lookup_ms,
-        load_ms=work.load_ms if work else None,
-        compute_ms=work.compute_ms if work else facts.compute_ms,
-        ttft_ms=facts.ttft_ms,
         reason=why.reason if why else None,
         detail=why.detail if why else "",
     )

@@ -6,7 +6,7 @@ Seconds and money come from `Rates`: prefill rates and prices by model, which a 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -198,6 +198,28 @@ def build_rows(replay: Replay, rates: Rates, field_names: Sequence[str]) -> list
     for rank, row in enumerate(ranked, start=1):
         row["rank"] = rank
     return rows
+
+
+def list_rows(answer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The rows of an answer, and behind them their sum, which has no name."""
+    return [*answer["rows"], {"name": "", "title": "all of it", "rank": None, **answer["total"]}]
+
+
+def list_tallies(
+    tallies: Mapping[str, Mapping[str, int]], write_share: Callable[[float], str]
+) -> list[tuple[str, ...]]:
+    """The rows of a table over groups of prompts: tokens, and what was saved of them."""
+    return [
+        (
+            key or "(none)",
+            f"{one['prompts']:,}",
+            f"{one['prompt_tokens']:,}",
+            write_share(one["prefix_saved_tokens"] / one["prompt_tokens"]),
+            write_share(one["saved_tokens"] / one["prompt_tokens"]),
+        )
+        for key, one in tallies.items()
+        if one["prompts"]
+    ]
 
 
 def _write_title(name: str, field_names: Sequence[str], replay: Replay) -> str:

@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from semblend.arrange.arranger import CHARS_PER_TOKEN
-from semblend.estimate.answer import describe_left_out
+from semblend.estimate.answer import describe_left_out, list_rows, list_tallies
 from semblend.formatting import format_count, format_plural, format_price, format_seconds, format_share
 from semblend.web.charts import Axis, Drawing, Figure, RowFrame, begin_plot, draw_both, is_narrow, spread_out
 from semblend.web.report import Tile, render_document, render_figure, render_head, render_table, render_tiles
@@ -183,18 +183,8 @@ def _render_rows(answer: Mapping[str, Any]) -> str:
             format_price(row["saved_price"], total["price"]),
             str(row["rank"] or "–"),
         )
-        for row in answer["rows"]
+        for row in list_rows(answer)
     ]
-    rows.append(
-        (
-            "all of it",
-            f"{total['saved_tokens']:+,}",
-            format_share(total["saved_share"]),
-            format_seconds(total["saved_s"]),
-            format_price(total["saved_price"], total["price"]),
-            "–",
-        )
-    )
     head = ("step", "tokens saved", "of all", "prefill", currency, "rank")
     notes = [f"<li><b>{escape(row['title'])}.</b> {escape(row['note'])}</li>" for row in answer["rows"] if row["note"]]
     shown = f'<ul class="notes">{"".join(notes)}</ul>' if notes else ""
@@ -240,18 +230,8 @@ def _render_groups(answer: Mapping[str, Any]) -> str:
 
 
 def _render_tallies(name: str, tallies: Mapping[str, Mapping[str, int]]) -> str:
-    rows = [
-        (
-            key or "(none)",
-            f"{one['prompts']:,}",
-            f"{one['prompt_tokens']:,}",
-            format_share(one["prefix_saved_tokens"] / one["prompt_tokens"]),
-            format_share(one["saved_tokens"] / one["prompt_tokens"]),
-        )
-        for key, one in tallies.items()
-        if one["prompts"]
-    ]
-    return render_table((name, "prompts", "tokens", "prefix cache", "up to balanced"), rows)
+    head = (name, "prompts", "tokens", "prefix cache", "up to balanced")
+    return render_table(head, list_tallies(tallies, format_share))
 
 
 def _render_assumptions(answer: Mapping[str, Any]) -> str:

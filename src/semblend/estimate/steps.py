@@ -6,9 +6,9 @@ callers who say that their passages commute.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from semblend.arrange import Arranger, OrderLimits, VolatileField, arrange_parts, replace_repeats
 from semblend.arrange.hygiene import WINDOW_CHARS, cut_fields
@@ -21,28 +21,26 @@ from semblend.text.parts import Part, join_parts
 Parts = tuple[Part, ...]
 
 
-class Step(Protocol):
+class Step(ABC):
     """One change of a prompt. ``name`` is its key in reports."""
 
-    @property
-    def name(self) -> str: ...
+    name = ""
 
+    @abstractmethod
     def apply(self, parts: Parts, namespace: Namespace, keep: OrderLimits = FREE, /) -> Parts:
         """The prompt as it would be sent; the very same object where nothing changes. ``keep`` is the request's."""
 
-    def scale(self, factor: int, /) -> Step:
+    def scale(self, factor: int, /) -> Step:  # noqa: ARG002  (memory is no matter to most steps)
         """The same step, with nothing remembered, beside so many times the memory; itself where memory is no matter."""
+        return self
 
 
-@dataclass(frozen=True, slots=True)
-class MoveFields:
+@dataclass(frozen=True)
+class MoveFields(Step):
     """Volatile fields of the front go to the end of the prompt."""
 
     fields: tuple[VolatileField, ...]
-    name: str = "fields"
-
-    def scale(self, _: int) -> MoveFields:
-        return self
+    name = "fields"
 
     def apply(self, parts: Parts, _: Namespace, __: OrderLimits = FREE) -> Parts:
         if not self.fields:
@@ -75,14 +73,10 @@ class MoveFields:
         return run
 
 
-@dataclass(frozen=True, slots=True)
-class SortTools:
+class SortTools(Step):
     """Tool definitions stand in the order of their text, whatever order the client had them in."""
 
-    name: str = "tools"
-
-    def scale(self, _: int) -> SortTools:
-        return self
+    name = "tools"
 
     def apply(self, parts: Parts, _: Namespace, __: OrderLimits = FREE) -> Parts:
         places = [at for at, part in enumerate(parts) if part.kind == "tool"]
@@ -91,14 +85,10 @@ class SortTools:
         return parts if ordered == tools else put_at(parts, places, ordered)
 
 
-@dataclass(frozen=True, slots=True)
-class DropRepeats:
+class DropRepeats(Step):
     """A passage or a tool result that already stands in the same prompt becomes a reference (`replace_repeats`)."""
 
-    name: str = "repeats"
-
-    def scale(self, _: int) -> DropRepeats:
-        return self
+    name = "repeats"
 
     def apply(self, parts: Parts, _: Namespace, __: OrderLimits = FREE) -> Parts:
         places = [at for at, part in enumerate(parts) if part.kind in ("passage", "result")]
@@ -115,7 +105,7 @@ class DropRepeats:
         return put_at(parts, replaced, [Part(found.turns[0][one.index]) for one in found.references])
 
 
-class ArrangePassages:
+class ArrangePassages(Step):
     """Passages of one group stand in the order in which earlier prompts had them, as `semblend serve` would put them.
 
     ``cache_tokens`` is the size of the exact prefix cache, which the arranger is told as a server's is.

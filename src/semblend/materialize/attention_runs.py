@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from semblend.materialize.contract import Rows
+from semblend.materialize.contract import Layout, Observer, Rows
 
 SHORT_RUN = 16
 """Rows in a stretch, on average, below which all rows over one mask are cheaper than one call for each stretch."""
@@ -52,3 +52,23 @@ def _cut(rows: Rows) -> list[int]:
         ends += [*range(at + TILE_ROWS, at + end - start, TILE_ROWS), at + end - start]
         at += end - start
     return ends
+
+
+class PassAttention:
+    """Attention of one pass, layer by layer: shows it to an observer, writes the rows' KV and attends to it."""
+
+    def __init__(self, rows: Rows, layout: Layout, observer: Observer | None) -> None:
+        self._rows, self._layout = rows, layout
+        self._observer = Observer() if observer is None else observer
+        self._context = rows.context[: rows.reach]
+        self.layers_seen = 0
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """One layer: ``q``, ``k``, ``v`` of the rows are ``[rows, heads, head_dim]``, and so is the answer."""
+        rows, layout = self._rows, self._layout
+        self._observer.before_write(layer, k, v, rows, layout)
+        layout.scatter(layer, rows.slots, k, v)
+        self._observer.on_layer(layer, q, rows, layout)
+        keys, values = layout.gather(layer, self._context)
+        self.layers_seen += 1
+        return attend_runs(q, rows, keys, values, scale)

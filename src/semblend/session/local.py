@@ -18,18 +18,20 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from semblend.confirm.log_lines import LogFormat, LogSink
 from semblend.confirm.receipt import Receipt
 from semblend.facade import SemBlend
 from semblend.materialize.blend.blender import Blender
 from semblend.materialize.blend.quality import Blended, Pieces, Placed, QualitySettings, Rejected
 from semblend.materialize.contract import Model
 from semblend.materialize.gate.gate import OutcomeMemory
+from semblend.materialize.gate.thresholds import choose_table
 from semblend.materialize.weights_watch import WeightsWatch
 from semblend.plan.reuse_plan import Decline, DeclineReason
 from semblend.prompt import Prompt
@@ -39,6 +41,7 @@ from semblend.session.sessions import EngineTraits, Sessions
 from semblend.session.settings import LocalSettings
 
 log = logging.getLogger("semblend.session")
+Answer = TypeVar("Answer")
 
 WAITS = ("match", "load")
 """Hooks that are called while a request waits."""
@@ -253,6 +256,17 @@ class LocalSessions:
                 self._rules.run_cold(session, Decline(DeclineReason.ERROR, message))
         self._rules.report_failure(where, message, request_id)
 
+    def guard(self, where: str, request_id: str, hook: Callable[[], Answer], otherwise: Answer) -> Answer:
+        """The border to an engine: what fails in a hook costs the request time, never its answer."""
+        try:
+            return hook()
+        except Exception as error:
+            try:
+                self.give_up(request_id, where, error)
+            except Exception:
+                log.warning("SemBlend: %s failed for %s, and giving up did too", where, request_id, exc_info=True)
+            return otherwise
+
     def count_waiting_slots(self) -> int:
         """Slots of a load that waits for its next step: `stop_loads` gives them back."""
         return 0 if self._loading is None else len(self._loads[self._loading.request_id].slots)
@@ -338,6 +352,35 @@ class LocalSessions:
             prompt = Prompt(tokens[: len(slots)], namespace=prompt.namespace)
         if self.donors.keep(prompt, slots) is not None:
             session.keep(len(slots))
+
+
+def open_sessions(
+    model: Model,
+    pool: SlotPool,
+    settings: LocalSettings,
+    *,
+    engine: LogFormat,
+    engine_version: str,
+    model_name: str,
+    module: torch.nn.Module,
+    engine_log: logging.Logger,
+    **quality: Any,
+) -> LocalSessions:
+    """The sessions of an engine that does its prefills itself; the library tells the engine's own log what it does."""
+    semblend = SemBlend(settings.config, sinks=[LogSink(engine_log, engine)])
+    semblend.warm_up()
+    gate = choose_table(model_name)
+    engine_log.info("SemBlend's quality gate: %s", gate.describe())
+    return LocalSessions(
+        model,
+        semblend,
+        pool,
+        settings,
+        QualitySettings.of_config(settings.config, gate.thresholds, prefills=False, **quality),
+        engine=engine,
+        engine_version=engine_version,
+        watch=WeightsWatch(module),
+    )
 
 
 def describe_outcome(outcome: Blended | Rejected | Decline) -> LoadResult:

@@ -1,4 +1,4 @@
-"""Settings that every engine that runs in one process has, beside the SEMBLEND_* settings of the library."""
+"""Settings that an engine has beside the SEMBLEND_* settings of the library."""
 
 from __future__ import annotations
 
@@ -14,27 +14,32 @@ Settings = TypeVar("Settings", bound="LocalSettings")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalSettings:
-    """How such an engine behaves; ``config`` holds what the library reads."""
+    """How an engine that runs in one process behaves; ``config`` holds what the library reads."""
 
     guide: ClassVar[str] = "docs/reference/settings.md"
     """Where a mistake sends the reader."""
 
     config: SemBlendConfig = field(default_factory=SemBlendConfig)
-    donor_host_bytes: int = setting(4 * GIB, "Host memory for donor KV.")
-    donor_device_bytes: int = setting(0, "Accelerator memory for donor KV; 0 = host only.")
+    donor_host_bytes: int = setting(4 * GIB, "Host memory for donor KV, per rank.")
+    donor_device_bytes: int = setting(0, "Accelerator memory for donor KV, per rank; 0 = host only.")
     donor_min_new_tokens: int = setting(
         32, "A prompt of which fewer tokens were computed (the rest was an exact hit) is not kept as a donor."
     )
     step_work_ms: float = setting(
-        40.0, "While other requests run, a scheduler step works so long on the load of the request that is next."
+        40.0,
+        "While other requests run, a scheduler step works so long on loads and repairs of those that wait for them.",
     )
-    require_cache_salt: bool = setting(False, "A request without a salt of its own neither reuses nor becomes a donor.")
+    require_cache_salt: bool = setting(
+        False, "A request without a salt of its own neither reuses nor becomes a donor: nobody shares by accident."
+    )
 
     def __post_init__(self) -> None:
         for one in fields(self):
             value, wanted = getattr(self, one.name), one.default
             if isinstance(wanted, bool) and not isinstance(value, bool):
                 raise ConfigError(f"{one.name}={value!r} is not true or false", hint=f"see {self.guide}")
+            if isinstance(wanted, str) and not isinstance(value, str):
+                raise ConfigError(f"{one.name}={value!r} is not a path", hint=f"see {self.guide}")
             if isinstance(wanted, bool) or not isinstance(wanted, (int, float)):
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_reuse import worst
 
-from semblend.integration.vllm.scheduler.pending_loads import PendingLoads
+from semblend.integration.vllm.scheduler.scheduler_connector import PendingLoads
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

@@ -54,7 +54,7 @@ def test_approximate_kv_never_enters_the_prefix_cache(world):
 
 
 def no_salt(request, first, key=None):
-    from semblend.integration.vllm.scheduler.hash_chain import Salted
+    from semblend.integration.vllm.scheduler.prefix_locks import Salted
 
     return Salted(first, tuple(request.block_hashes[first:]), request._block_hasher)
 

@@ -12,8 +12,8 @@ import pytest
 
 from semantickv.cli import build_parser, main
 from semblend.errors import ConfigError, MissingDependencyError
-from semblend.integration.dynamo.serve import SUPPORTED, RouterOptions, read_version, support
-from semblend.integration.version_support import VersionEvidence
+from semblend.integration.dynamo.serve import RouterOptions, read_version
+from semblend.integration.versions import DYNAMO
 from tools.reference.semblend_pages import commands_of, options_of
 
 no_dynamo = pytest.mark.skipif(importlib.util.find_spec("dynamo") is not None, reason="Dynamo is installed here")
@@ -51,8 +51,8 @@ def test_the_router_serves_in_the_namespace_of_its_workers():
 
 
 def test_a_version_that_nobody_has_looked_at_says_so():
-    assert support("9.9").evidence is VersionEvidence.NONE
-    assert SUPPORTED[0].version in support("9.9").note
+    assert not DYNAMO.find("9.9").is_known
+    assert DYNAMO.rows[0].version in DYNAMO.find("9.9").note
 
 
 PAGE = (Path(__file__).parents[3] / "docs" / "guides" / "dynamo.md").read_text("utf-8")

@@ -9,7 +9,7 @@ import pytest
 
 from semblend.eviction.policy import Lfu
 from semblend.integration.sglang.eviction_strategy import BlockChain, PolicyStrategy, find_blocks
-from semblend.integration.sglang.fake_radix import FakeKey
+from tests.fakes.fake_radix import FakeKey
 
 
 class Node:

@@ -7,7 +7,7 @@ import pytest
 from semblend.config import load_config, read_engine_variable
 from semblend.integration.sglang import launcher
 from semblend.integration.sglang.plugin import BACKEND
-from semblend.integration.sglang.versions import support
+from semblend.integration.versions import EngineTable
 
 PROVIDER = "semblend.integration.sglang.semantic_prefix:SemanticPrefixProvider"
 
@@ -18,7 +18,7 @@ def environment(monkeypatch):
     for name in ("SEMBLEND_SGLANG", "SEMBLEND_QUALITY"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    monkeypatch.setattr(launcher, "require_supported", lambda: support("0.5.23"))
+    monkeypatch.setattr(EngineTable, "find_installed", lambda _: "0.5.23")
 
 
 def start(*words: str) -> list[str]:

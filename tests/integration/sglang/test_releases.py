@@ -13,9 +13,9 @@ from packaging.requirements import Requirement
 from semblend.errors import SemBlendError
 from semblend.integration.sglang import launcher, plugin
 from semblend.integration.sglang.radix_patcher import patch_radix_cache
-from semblend.integration.sglang.versions import SUPPORTED
+from semblend.integration.versions import SGLANG
 
-KNOWN = [row.version for row in SUPPORTED]
+KNOWN = [row.version for row in SGLANG.rows]
 UNKNOWN = ["0.4.9", "0.5.20", "0.5.22", "0.5.24", "0.5.23.post1", "0.6.0", "1.0"]
 
 

@@ -15,7 +15,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from provider_behaviours import *  # noqa: F403  (the rules)
 from provider_behaviours import DONOR, OTHER, Recorder
 
-from semblend.integration.sglang.fake_radix import FakeKey, FakeMatchParams, FakeRadixCache, FakeRequest
 from semblend.integration.sglang.semantic_prefix import (
     MOST_TOKENS,
     MOST_WAITING,
@@ -23,6 +22,7 @@ from semblend.integration.sglang.semantic_prefix import (
     SemanticPrefixResult,
     count_hit,
 )
+from tests.fakes.fake_radix import FakeKey, FakeMatchParams, FakeRadixCache, FakeRequest
 
 
 class FakeSeam:

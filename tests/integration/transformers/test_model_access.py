@@ -8,8 +8,8 @@ from tiny_models import draw, make_model
 
 from semblend.errors import InputError, SemBlendError
 from semblend.integration.transformers.model_access import TransformersModel
+from semblend.integration.transformers.refusals import SERVED_TYPES
 from semblend.integration.transformers.reuse import TransformersReuse
-from semblend.integration.transformers.versions import SERVED_TYPES
 from semblend.materialize.contract import Observer, Rows
 from semblend.materialize.kv.moves import DonorTensors, Move
 from semblend.materialize.kv.splice import splice, splice_plain

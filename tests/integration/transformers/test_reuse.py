@@ -237,7 +237,7 @@ def test_a_failure_of_ours_costs_time_and_never_the_answer(model, reuse, heard, 
     places = {
         "lookup": ("semblend.pipeline.Pipeline.run",),
         "splice": ("semblend.materialize.blend.blender.splice",),
-        "forward": ("semblend.integration.transformers.model_access.attend_runs",),
+        "forward": ("semblend.materialize.attention_runs.attend_runs",),
         "prefix": ("semblend.integration.transformers.reuse.splice",),
         "fill": ("semblend.integration.transformers.reuse_cache._as_states",),
     }

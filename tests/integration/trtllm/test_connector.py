@@ -23,6 +23,7 @@ from semblend.integration.trtllm.engine_support import TrtllmSettings
 from semblend.integration.trtllm.halves import SchedulerHalf, WorkerHalf
 from semblend.integration.trtllm.reuse_service import HAS_PREFIX, NOT_PRIVATE, NOT_SEEN
 from semblend.integration.trtllm.salts import make_one_time_salt
+from semblend.session import local
 
 SHAPE = {
     "model_type": "qwen2",
@@ -75,7 +76,7 @@ def build_world(patch, *, model=None, own=None, damage=None, **engine) -> World:
     config, sink = SemBlendConfig(quality="fast", metrics=False), MemorySink()
     made = TrtllmSettings(config=config, staging_tokens=1024, **(own or {}))
     patch.setattr(halves, "trtllm_settings", lambda _: made)
-    patch.setattr(halves, "SemBlend", lambda given, sinks: SemBlend(given, sinks=[sink]))
+    patch.setattr(local, "SemBlend", lambda given, sinks: SemBlend(given, sinks=[sink]))
     if damage is not None:
         patch.setattr(halves, "find_model_of_caller", damage)
     reuses = engine.get("reuses_blocks", True)

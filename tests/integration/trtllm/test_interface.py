@@ -15,7 +15,6 @@ from semblend.errors import MissingDependencyError, SemBlendError
 from semblend.integration.trtllm.engine_support import (
     MODULES,
     SCHEDULER_HOOKS,
-    SUPPORTED,
     WORKER_HOOKS,
     find_differences,
     list_parameters,
@@ -23,7 +22,7 @@ from semblend.integration.trtllm.engine_support import (
 )
 from semblend.integration.trtllm.halves import SchedulerHalf, WorkerHalf
 from semblend.integration.trtllm.reuse_service import read_request
-from semblend.integration.version_support import VersionEvidence
+from semblend.integration.versions import TRTLLM, VersionEvidence
 from semblend.prompt import Namespace
 
 CONNECTOR = "semblend.integration.trtllm.connector"
@@ -165,5 +164,5 @@ def test_a_plain_request_is_not_declined_and_its_salt_names_its_tenant():
 
 
 def test_no_row_of_the_tables_claims_that_the_engine_was_run():
-    assert {row.evidence for row in SUPPORTED} == {VersionEvidence.STATIC}
-    assert all("never run" in row.note for row in SUPPORTED)
+    assert {row.evidence for row in TRTLLM.rows} == {VersionEvidence.STATIC}
+    assert all("never run" in row.note for row in TRTLLM.rows)

@@ -9,6 +9,7 @@ import pytest
 
 from semblend.config import load_config, read_engine_variable
 from semblend.integration.trtllm import launcher
+from semblend.integration.versions import EngineTable
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +18,7 @@ def environment(monkeypatch):
     for name in ("SEMBLEND_TRTLLM", "SEMBLEND_QUALITY"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    monkeypatch.setattr(launcher, "find_version", lambda: "1.2.1")
+    monkeypatch.setattr(EngineTable, "find_installed", lambda _: "1.2.1")
 
 
 def start(*words: str) -> list[str]:
@@ -61,7 +62,7 @@ def test_a_mistake_stops_it_with_a_hint(words, capsys):
 
 
 def test_an_unknown_version_is_not_started(monkeypatch, capsys):
-    monkeypatch.setattr(launcher, "find_version", lambda: "0.12.0")
+    monkeypatch.setattr(EngineTable, "find_installed", lambda _: "0.12.0")
     with pytest.raises(SystemExit):
         start("m")
     assert "never looked at" in capsys.readouterr().err

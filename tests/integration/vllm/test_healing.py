@@ -10,15 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semblend.integration.vllm.scheduler.healing import (
+from semblend.integration.vllm.scheduler.promotion import (
     LEAST_SHARE,
     MOST_WAITS,
     Healing,
-    LoadCost,
-    Mark,
     Verdict,
     list_marks,
 )
+from semblend.integration.vllm.scheduler.records import LoadCost, Mark
 
 PREFIX = 1024
 SHARES = st.floats(LEAST_SHARE, 1.5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from semblend.integration.vllm.orders import Load
-from semblend.integration.vllm.worker.load_queue import LoadQueue
+from semblend.integration.vllm.worker.worker_connector import LoadQueue
 from semblend.materialize.blend.quality import Pace
 from semblend.plan.reuse_plan import Decline, DeclineReason
 

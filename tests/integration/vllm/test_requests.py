@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from semblend import Namespace
-from semblend.integration.vllm.scheduler.requests import (
+from semblend.integration.vllm.scheduler.records import (
     build_namespace,
     explain_decline,
     read_options,

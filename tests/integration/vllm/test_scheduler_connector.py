@@ -13,7 +13,7 @@ from semblend import Namespace, SemBlend, SemBlendConfig
 from semblend.confirm.sinks import MemorySink
 from semblend.integration.vllm.orders import Report
 from semblend.integration.vllm.scheduler.admin import DonorAdmin
-from semblend.integration.vllm.scheduler.hash_chain import restore, salt
+from semblend.integration.vllm.scheduler.prefix_locks import restore, salt
 from semblend.integration.vllm.scheduler.records import EngineFacts
 from semblend.integration.vllm.scheduler.scheduler_connector import SchedulerConnector
 from semblend.integration.vllm.scheduler.worker_donors import ResetWatch

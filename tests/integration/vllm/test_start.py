@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from semblend.errors import SemBlendError
-from semblend.integration.version_support import VersionEvidence
+from semblend.integration.versions import VLLM, VersionEvidence
 from semblend.integration.vllm import refusals, source_check
 from semblend.integration.vllm.refusals import find_multi_connector, is_of_vllm, refusal
-from semblend.integration.vllm.versions import SUPPORTED, support
 from semblend.integration.vllm.worker.model_access import check_caches
 
 
@@ -44,11 +43,11 @@ def test_another_owner_among_the_callers_is_no_multi_connector():
 
 
 def test_every_known_version_says_how_it_is_known():
-    versions = [row.version for row in SUPPORTED]
+    versions = [row.version for row in VLLM.rows]
     assert versions == sorted(versions, key=lambda version: int(version.split(".")[1]))
-    assert all(row.evidence is VersionEvidence.RUN and row.note for row in SUPPORTED)
-    assert support("0.19.0").evidence is VersionEvidence.NONE
-    assert "never looked at" in support("0.19.0").note
+    assert all(row.evidence is VersionEvidence.RUN and row.note for row in VLLM.rows)
+    assert VLLM.find("0.19.0").evidence is VersionEvidence.NONE
+    assert "never looked at" in VLLM.find("0.19.0").note
 
 
 class FullAttentionSpec(SimpleNamespace):

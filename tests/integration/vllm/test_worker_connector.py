@@ -11,10 +11,9 @@ import torch
 from naive_engine import NaiveEngine
 
 from semblend.errors import RankError
-from semblend.integration.version_support import VersionEvidence
+from semblend.integration.versions import VLLM, VersionEvidence
 from semblend.integration.vllm.metrics import MetricsTally, merge, replay
 from semblend.integration.vllm.orders import Capture, Load, Orders
-from semblend.integration.vllm.versions import SUPPORTED, support
 from semblend.integration.vllm.worker import worker_connector
 from semblend.integration.vllm.worker.cache_layout import IndexedLayout, StridedLayout, probe_layout
 from semblend.integration.vllm.worker.worker_connector import FailureLog, RefusingConnector, WorkerConnector
@@ -424,9 +423,9 @@ def test_metrics_cross_processes_as_plain_data():
 
 
 def test_versions_that_nobody_looked_at_are_named_so():
-    assert support("0.32.0+cpu").evidence is VersionEvidence.RUN
-    assert support("1.0.0").evidence is VersionEvidence.NONE
-    assert all(row.note for row in SUPPORTED)
+    assert VLLM.find("0.32.0+cpu").evidence is VersionEvidence.RUN
+    assert VLLM.find("1.0.0").evidence is VersionEvidence.NONE
+    assert all(row.note for row in VLLM.rows)
 
 
 def test_a_renamed_argument_in_vllm_is_named(tmp_path):

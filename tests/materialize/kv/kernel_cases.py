@@ -18,7 +18,7 @@ from hypothesis import strategies as st  # noqa: E402
 from plain_attention import attend_plain  # noqa: E402
 
 from semblend.errors import InputError  # noqa: E402
-from semblend.integration.vllm.worker import grouped_attention  # noqa: E402
+from semblend.integration.vllm.worker import pass_attention  # noqa: E402
 from semblend.materialize.contract import Rows  # noqa: E402
 from semblend.materialize.gate.observers import add_attention  # noqa: E402
 from semblend.materialize.kv import attention_kernels  # noqa: E402
@@ -280,9 +280,9 @@ def half_precision_layer(**impl):
 
 
 def test_vllms_attention_is_used_where_it_gives_what_ours_does(fa_utils):
-    assert grouped_attention.can_group_rows(*half_precision_layer())
-    assert not grouped_attention.can_group_rows(*half_precision_layer(vllm_flash_attn_version=2))
-    assert not grouped_attention.can_group_rows(*half_precision_layer(sliding_window=(100, 0)))
+    assert pass_attention.can_group_rows(*half_precision_layer())
+    assert not pass_attention.can_group_rows(*half_precision_layer(vllm_flash_attn_version=2))
+    assert not pass_attention.can_group_rows(*half_precision_layer(sliding_window=(100, 0)))
 
 
 def test_where_vllms_attention_fails_or_is_another_ours_does_it_all(fa_utils):
@@ -291,34 +291,34 @@ def test_where_vllms_attention_fails_or_is_another_ours_does_it_all(fa_utils):
         return out * 1.5, sums
 
     fa_utils.flash_attn_varlen_func = wrong
-    assert not grouped_attention.can_group_rows(*half_precision_layer())
+    assert not pass_attention.can_group_rows(*half_precision_layer())
     fa_utils.flash_attn_varlen_func = lambda q, k: None
-    assert not grouped_attention.can_group_rows(*half_precision_layer())
+    assert not pass_attention.can_group_rows(*half_precision_layer())
 
 
 @pytest.mark.parametrize("chosen", [range(0, 200, 7), range(200), [*range(3), *range(90, 140), 199]])
 def test_vllms_attention_for_far_keys_and_ours_for_near_ones_are_attention(chosen, fa_utils, monkeypatch):
-    monkeypatch.setattr(grouped_attention, "GROUP_ROWS", 8)
+    monkeypatch.setattr(pass_attention, "GROUP_ROWS", 8)
     at, blocks = torch.tensor(list(chosen)), torch.randperm(60)[:50]
     q, _, _, k, v, scale = attention_case(at.tolist(), 232, 6, 2, 16, torch.float32, block=4)
     rows = Rows.of(at, at, (blocks[:, None] * 4 + torch.arange(4)).flatten().to(DEVICE))
     impl = SimpleNamespace(scale=scale, vllm_flash_attn_version=3)
     want = attend_plain(q, rows.positions, rows.context, k, v, scale)
     torch.testing.assert_close(
-        grouped_attention.attend_in_groups(rows, KvLayout((k,), (v,)), impl)(0, q), want, rtol=2e-5, atol=2e-5
+        pass_attention.attend_in_groups(rows, KvLayout((k,), (v,)), impl)(0, q), want, rtol=2e-5, atol=2e-5
     )
 
 
 @pytest.mark.parametrize("chosen", [range(0, 200, 9)[-16:], [50] * 5 + [*range(50, 61)], range(176, 200)])
 def test_a_recorded_pass_reads_its_groups_from_the_device(chosen, fa_utils, monkeypatch):
-    monkeypatch.setattr(grouped_attention, "GROUP_ROWS", 8)
+    monkeypatch.setattr(pass_attention, "GROUP_ROWS", 8)
     at, blocks = torch.tensor(list(chosen)), torch.randperm(60)[:50]
     q, positions, _, k, v, scale = attention_case(at.tolist(), 232, 6, 2, 16, torch.float32, block=4)
     context = (blocks[:, None] * 4 + torch.arange(4)).flatten().to(DEVICE)
     rows = Rows(at.to(DEVICE), positions, context[positions], context)
     impl = SimpleNamespace(scale=scale, vllm_flash_attn_version=3)
     want = attend_plain(q, positions, context, k, v, scale)
-    have = grouped_attention.attend_in_recorded_groups(rows, KvLayout((k,), (v,)), impl)(0, q)
+    have = pass_attention.attend_in_recorded_groups(rows, KvLayout((k,), (v,)), impl)(0, q)
     torch.testing.assert_close(have, want, rtol=2e-5, atol=2e-5)
 
 

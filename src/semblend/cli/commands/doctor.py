@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import platform
 import re
@@ -11,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
@@ -20,7 +19,7 @@ from semblend._version import __version__
 from semblend.cli.commandline import Commands, add_command
 from semblend.cli.output import print_json, table
 from semblend.extras import installed_version
-from semblend.integration.version_support import Support
+from semblend.integration.versions import DYNAMO, SGLANG, TRANSFORMERS, TRTLLM, VLLM
 
 SELF_TEST_TOKENS = 8192
 DEFAULT = "(from default)"
@@ -153,7 +152,7 @@ def _kernels() -> Iterator[Check]:
 def _packages() -> Iterator[Check]:
     from semblend.extras import extras
 
-    skipped = {"dev", "docs", *(module.partition(".")[0] for module in ENGINES.values())}
+    skipped = {"dev", "docs", *(table.extra for table in ENGINES.values())}
     extra_of: dict[str, list[str]] = {}
     for extra, wanted in extras().items():
         for one in wanted:
@@ -186,10 +185,10 @@ def _machine() -> Iterator[Check]:
 
 
 def _engines() -> Iterator[Check]:
-    for package, module in ENGINES.items():
-        engine, extra = read_engine(package), module.partition(".")[0]
+    for package, known in ENGINES.items():
+        engine = read_engine(package)
         if engine.installed is None:
-            yield Check("engines", package, Status.NOTE, f"not installed; known: {engine.known}  [{extra}]")
+            yield Check("engines", package, Status.NOTE, f"not installed; known: {engine.known}  [{known.extra}]")
         elif engine.evidence == "none":
             yield Check("engines", package, Status.WARN, f"{engine.installed}; known: {engine.known}", engine.note)
         else:
@@ -283,14 +282,8 @@ def _format_value(value: Any) -> str:
 
 # -- the machine -----------------------------------------------------------------------------------------------------
 
-ENGINES = {
-    "vllm": "vllm.versions",
-    "sglang": "sglang.versions",
-    "tensorrt-llm": "trtllm.engine_support",
-    "ai-dynamo": "dynamo.serve",
-    "transformers": "transformers.versions",
-}
-"""Packages of engines, and the module in `semblend.integration` with the versions of each; its folder is the extra."""
+ENGINES = {"vllm": VLLM, "sglang": SGLANG, "tensorrt-llm": TRTLLM, "ai-dynamo": DYNAMO, "transformers": TRANSFORMERS}
+"""Packages of engines, and the versions that are known of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,13 +332,13 @@ def list_gpus(run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.
 
 def read_engine(package: str) -> EngineVersions:
     """The installed version of an engine, and what its integration's table says of it."""
-    table = importlib.import_module(f"semblend.integration.{ENGINES[package]}")
-    rows: Sequence[Support] = table.SUPPORTED
+    table = ENGINES[package]
+    rows = table.rows
     known = ", ".join(row.version for row in rows) if len(rows) < 3 else f"{rows[0].version} to {rows[-1].version}"
     installed = installed_version(package)
     if installed is None:
         return EngineVersions(None, known)
-    row: Support = table.support(installed)
+    row = table.find(installed)
     return EngineVersions(installed, known, str(row.evidence), row.note)
 
 

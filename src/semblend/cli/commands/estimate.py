@@ -12,7 +12,7 @@ from semblend.cli.commandline import Commands, add_command
 from semblend.cli.output import Progress, check_target, print_json, say, table, write_json, write_text
 from semblend.cli.shared_flags import add_tokenizer, parse_count, parse_rate
 from semblend.errors import InputError
-from semblend.estimate.answer import describe_left_out
+from semblend.estimate.answer import describe_left_out, list_rows, list_tallies
 from semblend.formatting import format_percent, format_plural, format_price
 from semblend.kv_shapes import KV_SHAPES
 from semblend.text.log_formats import FORMATS
@@ -357,25 +357,15 @@ def _render_rows(answer: dict[str, Any]) -> str:
     total, currency = answer["total"], answer["rates"]["currency"]
     rows = [
         (
-            f"{number}. {make_printable(row['title'])}",
+            f"{number}. {make_printable(row['title'])}" if row["name"] else row["title"],
             f"{row['saved_tokens']:+,}",
             format_percent(row["saved_share"], 1),
             f"{row['saved_s']:+,.1f}",
             format_price(row["saved_price"], total["price"]),
             "" if row["rank"] is None else row["rank"],
         )
-        for number, row in enumerate(answer["rows"], start=1)
+        for number, row in enumerate(list_rows(answer), start=1)
     ]
-    rows.append(
-        (
-            "all of it",
-            f"{total['saved_tokens']:+,}",
-            format_percent(total["saved_share"], 1),
-            f"{total['saved_s']:+,.1f}",
-            format_price(total["saved_price"], total["price"]),
-            "",
-        )
-    )
     head = ("each step on top of those before it", "tokens saved", "of all", "prefill s", currency, "rank")
     cost = (
         f"Without any cache this log takes {total['prefill_s']:,.1f} s of prefill and "
@@ -418,18 +408,9 @@ def _render_groups(answer: dict[str, Any]) -> str:
 
 def _render_tallies(name: str, tallies: dict[str, dict[str, Any]]) -> str:
     rows = [
-        (
-            make_printable(key) or "(none)",
-            f"{one['prompts']:,}",
-            f"{one['prompt_tokens']:,}",
-            format_percent(one["prefix_saved_tokens"] / one["prompt_tokens"], 1),
-            format_percent(one["saved_tokens"] / one["prompt_tokens"], 1),
-        )
-        for key, one in tallies.items()
-        if one["prompts"]
+        (make_printable(key), *rest) for key, *rest in list_tallies(tallies, lambda share: format_percent(share, 1))
     ]
-    head = (f"by {name}", "prompts", "tokens", "prefix cache", "up to balanced")
-    return table(rows, head=head, right=(1, 2, 3, 4))
+    return table(rows, head=(f"by {name}", "prompts", "tokens", "prefix cache", "up to balanced"), right=(1, 2, 3, 4))
 
 
 def make_printable(text: str) -> str:

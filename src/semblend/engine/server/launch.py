@@ -110,14 +110,12 @@ class Launch:
         try:
             semblend.warm_up()
             model.warm_up()
-            return self._put_together(model, tokenizer, semblend, gate or self.gate.thresholds)
+            return self._assemble(model, tokenizer, semblend, gate or self.gate.thresholds)
         except BaseException:
             semblend.close()
             raise
 
-    def _put_together(
-        self, model: DecoderModel, tokenizer: Detokenizer, semblend: SemBlend, gate: Thresholds
-    ) -> Engine:
+    def _assemble(self, model: DecoderModel, tokenizer: Detokenizer, semblend: SemBlend, gate: Thresholds) -> Engine:
         config, library = self.config, semblend.config
         shared = (
             open_directory(config.donor_directory, model, bits=config.donor_bits) if config.donor_directory else None
@@ -127,12 +125,7 @@ class Launch:
             pool_tokens=config.pool_tokens,
             config=config.engine_config(quality=library.quality),
             semblend=semblend,
-            quality=QualitySettings(
-                mode=library.quality,
-                thresholds=gate,
-                pass_rows=_measure_pass_rows(model),
-                deep_tolerance=library.deep_tolerance,
-            ),
+            quality=QualitySettings.of_config(library, gate, pass_rows=_measure_pass_rows(model)),
             donor_device_bytes=config.donor_device_bytes,
             donor_host_bytes=config.donor_host_bytes,
             donor_disk_bytes=config.donor_disk_bytes if config.donor_dir else 0,

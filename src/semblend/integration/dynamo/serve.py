@@ -9,37 +9,13 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any, Protocol
 
-from semblend.errors import ConfigError, MissingDependencyError
+from semblend.errors import ConfigError
 from semblend.integration.dynamo.placement import EvidenceProvider, WorkerKey, WorkerState
 from semblend.integration.dynamo.requests import RoutedPrompt
 from semblend.integration.dynamo.router import SemanticRouter
-from semblend.integration.version_support import Support, VersionEvidence
-
-SUPPORTED: tuple[Support, ...] = (
-    Support(
-        "1.6.1",
-        VersionEvidence.RUN,
-        "tests/engines/dynamo: real frontend and KvRouter, mocker workers, one vLLM 0.32 on a CPU, on one machine",
-    ),
-)
-
-
-def support(version: str) -> Support:
-    """The row of a version such as ``1.6.1``; evidence ``none``, and what to do next, where there is none.
-
-    >>> support("1.6.1").evidence, support("0.9.0").evidence
-    (<VersionEvidence.RUN: 'run'>, <VersionEvidence.NONE: 'none'>)
-    """
-    for row in SUPPORTED:
-        if row.version == version.split("+")[0]:
-            return row
-    known = ", ".join(row.version for row in SUPPORTED)
-    note = f"Dynamo {version} was never looked at, and this SemBlend knows {known}; requests are served all the same"
-    return Support(version, VersionEvidence.NONE, note)
-
+from semblend.integration.versions import DYNAMO
 
 # -- Dynamo's own KvRouter as our router sees it: loads and exact prefixes, from KV events that Dynamo follows itself.
 
@@ -116,11 +92,8 @@ class RouterOptions:
 
 def read_version() -> str:
     """The installed Dynamo in one line; `MissingDependencyError` where there is none."""
-    try:
-        version = metadata.version("ai-dynamo-runtime")
-    except metadata.PackageNotFoundError:
-        raise MissingDependencyError("Dynamo is not installed", hint="pip install 'semblend-suite[dynamo]'") from None
-    return f"Dynamo {version}: {support(version).note}"
+    version = DYNAMO.require_installed()
+    return f"Dynamo {version}: {DYNAMO.find(version).note}"
 
 
 class Company(Protocol):

@@ -15,7 +15,7 @@ from semblend.errors import ConfigError, SemBlendError
 from semblend.integration.launching import LauncherParser, add_settings_flag, become, pass_settings_on, stop_with
 from semblend.integration.sglang.plugin import BACKEND
 from semblend.integration.sglang.settings import SglangSettings
-from semblend.integration.sglang.versions import require_supported
+from semblend.integration.versions import SGLANG
 
 FLAG = "--radix-cache-backend"
 
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None, *, start: Callable[[list[str]], None
     """Check version and settings, then become SGLang's server; ``start`` is given the command instead, for tests."""
     given, rest = build_parser().parse_known_args(sys.argv[1:] if argv is None else argv)
     try:
-        row = require_supported()
+        row = SGLANG.require()
         provider = {"provider": check_provider(given.semblend_provider)} if given.semblend_provider else {}
         pass_settings_on("sglang", SglangSettings, given.semblend, **provider)
     except SemBlendError as error:

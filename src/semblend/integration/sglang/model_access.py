@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from semblend.errors import SemBlendError
-from semblend.materialize.attention_runs import attend_runs
+from semblend.materialize.attention_runs import PassAttention
 from semblend.materialize.contract import Capabilities, KvLayout, Layout, Observer, Rows
 from semblend.materialize.kv.rope import RopeSpec
 
@@ -79,13 +79,12 @@ class SglangModel:
         return int(self._runner.model_config.vocab_size)
 
 
-class PassBackend:
+class PassBackend(PassAttention):
     """Stands in for SGLang's attention backend in one pass; what else is asked of the backend, the backend answers."""
 
     def __init__(self, backend: Any, rows: Rows, layout: Layout, observer: Observer | None) -> None:
-        self._backend, self._rows, self._layout = backend, rows, layout
-        self._observer = Observer() if observer is None else observer
-        self._context = rows.context[: rows.reach]
+        super().__init__(rows, layout, observer)
+        self._backend = backend
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
@@ -100,15 +99,10 @@ class PassBackend:
                 f"attention with {sorted(more)}, save_kv_cache={save_kv_cache} is unknown",
                 hint="is this model in docs/guides/sglang.md?",
             )
-        number, rows = layer.layer_id, self._rows
+        asked = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
         v = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
-        asked = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        self._observer.before_write(number, k, v, rows, self._layout)
-        self._layout.scatter(number, rows.slots, k, v)
-        self._observer.on_layer(number, asked, rows, self._layout)
-        keys, values = self._layout.gather(number, self._context)
-        return attend_runs(asked, rows, keys, values, layer.scaling).flatten(1)
+        return self.attend(layer.layer_id, asked, k, v, layer.scaling).flatten(1)
 
 
 def read_rope_config(model_config: Any) -> Mapping[str, Any]:

@@ -11,7 +11,7 @@ import logging
 from typing import Any
 
 from semblend.config import read_engine_variable
-from semblend.integration.sglang.versions import require_supported
+from semblend.integration.versions import SGLANG
 
 BACKEND = "semblend"
 CACHE_FACTORY = "sglang.srt.mem_cache.registry.create_unified_radix_cache"
@@ -22,7 +22,7 @@ log = logging.getLogger("sglang.semblend")
 def register() -> None:
     """Enter our cache into SGLang's table, where it is not there yet; its module is imported when it is asked for."""
     try:
-        require_supported()
+        SGLANG.require()
         from sglang.srt.mem_cache import registry
 
         if BACKEND not in registry.registered_radix_cache_backends():

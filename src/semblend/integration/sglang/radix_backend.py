@@ -350,11 +350,5 @@ class SemBlendRadixCache(UnifiedRadixCache):
         """The border: whatever fails behind it costs the request time, never its answer."""
         if self._sessions is None:
             return otherwise
-        try:
-            return hook(self._sessions)
-        except Exception as error:
-            try:
-                self._sessions.give_up(request_id, where, error)
-            except Exception:
-                log.warning("SemBlend: %s failed for %s, and giving up did too", where, request_id, exc_info=True)
-            return otherwise
+        sessions = self._sessions
+        return sessions.guard(where, request_id, lambda: hook(sessions), otherwise)

@@ -14,7 +14,7 @@ from typing import Any
 
 from semblend.config import read_engine_variable, write_engine_variable
 from semblend.integration.sglang.semantic_prefix import install_hooks
-from semblend.integration.sglang.versions import require_supported
+from semblend.integration.versions import SGLANG
 
 log = logging.getLogger("sglang.semblend")
 
@@ -45,7 +45,7 @@ def patch_radix_cache(*, unsafe_verbatim: bool = False) -> Patch:
     serve gets SGLang's own cache. ``unsafe_verbatim`` is for providers on SGLang's own classes: see
     `semblend.integration.sglang.semantic_prefix`.
     """
-    row = require_supported()
+    row = SGLANG.require()
     if not _patch.is_applied:
         _patch.undos += [_replace_factory(row.version), *_patch_classes(unsafe_verbatim), _tell_children()]
     return _patch

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from semblend.integration.sglang.model_access import read_rope_config
-from semblend.integration.sglang.versions import support
-from semblend.integration.version_support import VersionEvidence
+from semblend.integration.versions import SGLANG
 from semblend.materialize.kv.layout import DTYPES
 from semblend.materialize.kv.rope import refusal as rope_refusal
 
@@ -17,8 +16,8 @@ MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3Fo
 
 def refusal(context: Any, version: str) -> str | None:
     """Why this engine cannot be served; None when it can. ``context`` is SGLang's `TreeCacheBuildContext`."""
-    row = support(version)
-    if row.evidence is VersionEvidence.NONE:
+    row = SGLANG.find(version)
+    if not row.is_known:
         return row.note
     args, runner = read_flags(context.server_args), context.tp_worker.model_runner
     checks: tuple[Callable[[], str | None], ...] = (

@@ -11,7 +11,7 @@ whose KV may be resident, or with None. What is done with that answer:
     with ``unsafe_verbatim``   the other request's KV is used as if its tokens were the prompt's. The first proposal
                                of this interface did that; the answer may be about another text
 
-`install_hooks` puts the hook into a class with SGLang's cache interface; `FakeRadixCache` is one that needs no SGLang.
+`install_hooks` puts the hook into a class with SGLang's cache interface.
 Each cache asks a `GuardedProvider`: a provider that raises, is late or answers with nonsense costs a cold prefill.
 """
 

@@ -7,20 +7,13 @@ import logging
 from typing import Any
 
 from semblend.config import read_engine_variable
-from semblend.confirm.events import Event
-from semblend.confirm.log_lines import format_line
-from semblend.confirm.sinks import CallbackSink
 from semblend.errors import ConfigError
-from semblend.facade import SemBlend
 from semblend.integration.sglang.model_access import SglangModel, read_rope_config
 from semblend.integration.sglang.refusals import refusal
 from semblend.integration.sglang.semantic_prefix import SemanticPrefixProvider
 from semblend.integration.sglang.settings import SglangSettings, sglang_settings
-from semblend.materialize.blend.quality import QualitySettings
-from semblend.materialize.gate.thresholds import choose_table
-from semblend.materialize.weights_watch import WeightsWatch
 from semblend.prompt import Namespace
-from semblend.session.local import LocalSessions, SlotPool
+from semblend.session.local import LocalSessions, SlotPool, open_sessions
 
 NOT_SETTINGS = ("patch", "provider")
 """What else stands in the variable of the SGLang integration."""
@@ -85,22 +78,18 @@ def _prepare_tree(context: Any, settings: SglangSettings) -> bool:
 def make_sessions(context: Any, settings: SglangSettings, pool: SlotPool, version: str) -> LocalSessions:
     """The sessions of an engine that can be served."""
     model = SglangModel(context.tp_worker.model_runner)
-    semblend = SemBlend(settings.config, sinks=[CallbackSink(_log_line)])
-    semblend.warm_up()
-    gate = choose_table(str(context.server_args.model_path))
-    log.info("SemBlend's quality gate: %s", gate.describe())
-    quality = QualitySettings(
-        mode=settings.config.quality,
-        thresholds=gate.thresholds,
-        seam_tokens=settings.config.seam_tokens,
-        layer_share=settings.config.layer_share,
-        deep_tolerance=settings.config.deep_tolerance,
+    return open_sessions(
+        model,
+        pool,
+        settings,
+        engine="sglang",
+        engine_version=version,
+        model_name=str(context.server_args.model_path),
+        module=model.module,
+        engine_log=log,
         chunk_tokens=max(int(context.server_args.chunked_prefill_size or 0), 512),
         piece_ms=settings.step_work_ms / 2,
-        prefills=False,  # SGLang does that itself, in chunks between its other work
     )
-    watch = WeightsWatch(model.module)
-    return LocalSessions(model, semblend, pool, settings, quality, engine="sglang", engine_version=version, watch=watch)
 
 
 def make_provider(path: str) -> SemanticPrefixProvider:
@@ -124,9 +113,3 @@ def build_engine(context: Any) -> Namespace:
         kv_dtype=f"{model.dtype}/{args.kv_cache_dtype}",
         rope=str(read_rope_config(model).get("rope_parameters") or ""),
     )
-
-
-def _log_line(event: Event) -> None:
-    line = format_line(event, "sglang")
-    if line is not None:
-        log.info("%s", line)

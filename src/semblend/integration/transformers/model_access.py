@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from semblend.errors import SemBlendError
-from semblend.materialize.attention_runs import attend_runs
+from semblend.materialize.attention_runs import PassAttention
 from semblend.materialize.contract import Capabilities, KvLayout, Layout, Observer, Rows
 from semblend.materialize.kv.rope import RopeSpec
 
@@ -129,26 +129,6 @@ class TransformersModel:
             yield
         finally:
             self._config._attn_implementation = before
-
-
-class PassAttention:
-    """Attention of one pass over the KV of one prompt."""
-
-    def __init__(self, rows: Rows, layout: Layout, observer: Observer | None) -> None:
-        self._rows, self._layout = rows, layout
-        self._observer = Observer() if observer is None else observer
-        self._context = rows.context[: rows.reach]
-        self.layers_seen = 0
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """One layer: ``q``, ``k``, ``v`` of the rows are ``[rows, heads, head_dim]``, and so is the answer."""
-        rows, layout = self._rows, self._layout
-        self._observer.before_write(layer, k, v, rows, layout)
-        layout.scatter(layer, rows.slots, k, v)
-        self._observer.on_layer(layer, q, rows, layout)
-        keys, values = layout.gather(layer, self._context)
-        self.layers_seen += 1
-        return attend_runs(q, rows, keys, values, scale)
 
 
 def attend_in_pass(

@@ -7,11 +7,16 @@ from typing import Any
 
 import torch
 
-from semblend.integration.transformers.versions import SERVED_TYPES, is_too_old, support
+from semblend.integration.versions import TRANSFORMERS
 from semblend.materialize.gate.observers import find_tolerance
 from semblend.materialize.kv.layout import DTYPES
 from semblend.materialize.kv.rope import refusal as rope_refusal
 
+SERVED_TYPES: tuple[str, ...] = (
+    *("arcee", "ernie4_5", "gemma", "glm", "glm4", "helium", "llama", "mistral", "mixtral", "olmo", "olmo2", "olmoe"),
+    *("phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "starcoder2"),
+)
+"""Values of ``config.model_type`` whose models were run through the contract of `semblend.materialize`."""
 DEPTH_TOLERANCE = 5.0
 """Errors of rounding grow with the layers; the canary's tolerance is of the first."""
 
@@ -30,7 +35,21 @@ def refuse_model(model: Any, version: str) -> str | None:
 
 
 def _refuse_version(version: str) -> str | None:
-    return support(version).note if is_too_old(version) else None
+    return TRANSFORMERS.find(version).note if is_too_old(version) else None
+
+
+def is_too_old(version: str) -> bool:
+    """Whether a version is older than every one that was run.
+
+    >>> is_too_old("4.30.0"), is_too_old("5.1.0"), is_too_old("not a version")
+    (True, False, False)
+    """
+    oldest = TRANSFORMERS.rows[0].version
+    try:
+        first, this = (tuple(int(part) for part in text.split(".")[:2]) for text in (oldest, version))
+    except ValueError:
+        return False
+    return this < first
 
 
 def _refuse_class(model: Any) -> str | None:

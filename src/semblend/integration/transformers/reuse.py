@@ -354,11 +354,4 @@ def _allow_lookups(config: SemBlendConfig) -> SemBlendConfig:
 def _make_quality(config: SemBlendConfig, model: Any) -> QualitySettings:
     gate = choose_table(str(getattr(model.config, "_name_or_path", "")))
     log.info("SemBlend's quality gate: %s", gate.describe())
-    return QualitySettings(
-        mode=config.quality,
-        thresholds=gate.thresholds,
-        seam_tokens=config.seam_tokens,
-        layer_share=config.layer_share,
-        deep_tolerance=config.deep_tolerance,
-        prefills=False,  # generate() does that itself
-    )
+    return QualitySettings.of_config(config, gate.thresholds, prefills=False)  # generate() does that itself

@@ -5,7 +5,6 @@ All of it is known from published sources. Nothing was run: the package needs an
 
 from __future__ import annotations
 
-import importlib.metadata
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,38 +12,8 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Final
 
 from semblend.config import setting
-from semblend.integration.version_support import Support, VersionEvidence, find_support
+from semblend.integration.versions import TRTLLM
 from semblend.session.settings import LocalSettings, read_settings
-
-_NEVER_RUN = "never run. The connector's interface was read in its published sources"
-
-SUPPORTED: tuple[Support, ...] = (
-    Support("1.0", VersionEvidence.STATIC, f"{_NEVER_RUN}; the base classes are in pyexecutor.kv_cache_connector"),
-    Support("1.1", VersionEvidence.STATIC, f"{_NEVER_RUN}; the base classes are in pyexecutor.kv_cache_connector"),
-    Support("1.2", VersionEvidence.STATIC, f"{_NEVER_RUN}; the base classes are in pyexecutor.kv_cache_connector"),
-    Support("1.3", VersionEvidence.STATIC, f"{_NEVER_RUN}; the base classes are in pyexecutor.connectors"),
-    Support("1.4", VersionEvidence.STATIC, f"{_NEVER_RUN}; the base classes are in pyexecutor.connectors"),
-)
-
-
-def find_version() -> str | None:
-    """The installed version; None where TensorRT-LLM is not installed."""
-    for name in ("tensorrt-llm", "tensorrt_llm"):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
-
-
-def support(version: str) -> Support:
-    """The row of a version such as ``1.2.1``; evidence ``none``, and what to do next, where there is none.
-
-    >>> support("1.4.0rc1").evidence, support("0.21.0").evidence
-    (<VersionEvidence.STATIC: 'static'>, <VersionEvidence.NONE: 'none'>)
-    """
-    return find_support(version, SUPPORTED, "TensorRT-LLM")
-
 
 # -- The names in TensorRT-LLM that we lean on: its KV cache connector, as two published versions have it.
 #
@@ -133,8 +102,8 @@ def refusal(llm_args: Any, version: str | None = None) -> str | None:
 
     Model and KV pool are looked at when they are there: `twin_model` and `block_pool` refuse what they cannot read.
     """
-    version = find_version() if version is None else version
-    if version is not None and (row := support(version)).evidence is VersionEvidence.NONE:
+    version = TRTLLM.find_installed() if version is None else version
+    if version is not None and not (row := TRTLLM.find(version)).is_known:
         return row.note
     checks: tuple[Callable[[Any], str | None], ...] = (_refuse_ranks, _refuse_features, _refuse_cache)
     return next((why for check in checks if (why := check(llm_args))), None)

@@ -12,14 +12,10 @@ from typing import Any
 import torch
 
 from semblend.config import read_engine_variable
-from semblend.confirm.events import Event
-from semblend.confirm.log_lines import format_line
-from semblend.confirm.sinks import CallbackSink
 from semblend.engine.model.model import PooledModel
 from semblend.engine.model.paged_kv import KvPool
 from semblend.errors import SemBlendError
-from semblend.facade import SemBlend
-from semblend.integration.trtllm.engine_support import TrtllmSettings, find_version, refusal, trtllm_settings
+from semblend.integration.trtllm.engine_support import TrtllmSettings, refusal, trtllm_settings
 from semblend.integration.trtllm.reuse_service import (
     ENGINE,
     ORDERS,
@@ -30,12 +26,10 @@ from semblend.integration.trtllm.reuse_service import (
     view_pool,
 )
 from semblend.integration.trtllm.twin_model import NO_TWIN, find_model_of_caller, make_twin
-from semblend.materialize.blend.quality import QualitySettings
-from semblend.materialize.gate.thresholds import choose_table
+from semblend.integration.versions import TRTLLM
 from semblend.materialize.kv.layout import DTYPES
-from semblend.materialize.weights_watch import WeightsWatch
 from semblend.prompt import Namespace
-from semblend.session.local import LocalSessions, SlotPool
+from semblend.session.local import LocalSessions, SlotPool, open_sessions
 
 log = logging.getLogger("tensorrt_llm.semblend")
 
@@ -77,27 +71,15 @@ def open_service(
 def make_sessions(
     parts: EngineParts, slots: SlotPool, settings: TrtllmSettings, llm_args: Any, module: torch.nn.Module
 ) -> LocalSessions:
-    semblend = SemBlend(settings.config, sinks=[CallbackSink(_log_line)])
-    semblend.warm_up()
-    gate = choose_table(str(llm_args.model))
-    log.info("SemBlend's quality gate: %s", gate.describe())
-    quality = QualitySettings(
-        mode=settings.config.quality,
-        thresholds=gate.thresholds,
-        seam_tokens=settings.config.seam_tokens,
-        layer_share=settings.config.layer_share,
-        deep_tolerance=settings.config.deep_tolerance,
-        prefills=False,  # the engine does that itself, and nothing was promised
-    )
-    return LocalSessions(
+    return open_sessions(
         parts.model,
-        semblend,
         slots,
         settings,
-        quality,
         engine=ENGINE,
-        engine_version=find_version() or "unknown",
-        watch=WeightsWatch(module),
+        engine_version=TRTLLM.find_installed() or "unknown",
+        model_name=str(llm_args.model),
+        module=module,
+        engine_log=log,
     )
 
 
@@ -110,12 +92,6 @@ def build_namespace(llm_args: Any, dtype: torch.dtype, rope: Any) -> Namespace:
         kv_dtype=str(dtype).removeprefix("torch."),
         rope=str(rope),
     )
-
-
-def _log_line(event: Event) -> None:
-    line = format_line(event, "trtllm")
-    if line is not None:
-        log.info("%s", line)
 
 
 HALVES = MeetingPoint()

@@ -15,8 +15,8 @@ from typing import Any
 
 from semblend.errors import ConfigError, SemBlendError
 from semblend.integration.launching import LauncherParser, add_settings_flag, become, pass_settings_on, stop_with
-from semblend.integration.trtllm.engine_support import TrtllmSettings, find_version, support
-from semblend.integration.version_support import VersionEvidence
+from semblend.integration.trtllm.engine_support import TrtllmSettings
+from semblend.integration.versions import TRTLLM
 
 OPTION_FILES = ("--extra_llm_api_options", "--config")
 CONNECTOR: dict[str, Any] = {
@@ -64,15 +64,8 @@ def build_parser() -> LauncherParser:
 
 def check_version() -> str:
     """The row of the installed TensorRT-LLM in one line; raises `SemBlendError` where it is missing or unknown."""
-    version = find_version()
-    if version is None:
-        raise SemBlendError(
-            "TensorRT-LLM is not installed", hint="pip install 'semblend-suite[trtllm]', on a machine with a GPU"
-        )
-    row = support(version)
-    if row.evidence is VersionEvidence.NONE:
-        raise SemBlendError(f"TensorRT-LLM {version} cannot be started with SemBlend", hint=row.note)
-    return f"TensorRT-LLM {version}: {row.note}"
+    row = TRTLLM.require()
+    return f"TensorRT-LLM {TRTLLM.find_installed()}: {row.note}"
 
 
 def write_options(words: Sequence[str]) -> str:

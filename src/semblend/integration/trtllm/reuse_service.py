@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from semblend.confirm.log_lines import LogFormat
 from semblend.engine.model.model import PooledModel
 from semblend.engine.model.paged_kv import KvPool
 from semblend.errors import CapacityError, InputError, SemBlendError
@@ -124,7 +125,7 @@ def explain_decline(request: Any, *, require_salt: bool = False) -> str | None:
 log = logging.getLogger("tensorrt_llm.semblend")
 Answer = TypeVar("Answer")
 
-ENGINE = "trtllm"
+ENGINE: LogFormat = "trtllm"
 NOT_PRIVATE = "its blocks enter the engine's reuse tree, where others would take moved KV for exact"
 HAS_PREFIX = "the engine has found a prefix of its own, whose blocks are not known before the claim"
 NOT_SEEN = "the twin has not been seen to compute what the engine computes"
@@ -303,11 +304,8 @@ class ReuseService:
         """The border: whatever fails behind it costs the request time, never its answer."""
         if self.sessions is None:
             return otherwise
-        try:
-            return hook(self.sessions)
-        except Exception as error:
-            self.sessions.give_up(request_id, where, error)
-            return otherwise
+        sessions = self.sessions
+        return sessions.guard(where, request_id, lambda: hook(sessions), otherwise)
 
 
 class MeetingPoint:

@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from semblend.confirm.metrics import make_metrics
 from semblend.errors import RankError, SemBlendError
+from semblend.integration.versions import VLLM
 from semblend.integration.vllm import metrics as telemetry
 from semblend.integration.vllm.orders import Orders, Report, join_digests
 from semblend.integration.vllm.plugin import register
@@ -35,7 +36,6 @@ from semblend.integration.vllm.startup_checks import (
     open_admin,
     share_donors,
 )
-from semblend.integration.vllm.versions import is_known
 from semblend.integration.vllm.worker.model_access import StockModel, find_model_of_caller
 from semblend.integration.vllm.worker.rank_watch import RankWatch, meet_ranks
 from semblend.integration.vllm.worker.worker_connector import FailureLog, RefusingConnector, WorkerConnector
@@ -279,7 +279,7 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         data = self._tally.take() if self._tally is not None else {}
-        return SemBlendStats(data=data) if data and is_known(vllm.__version__) else None
+        return SemBlendStats(data=data) if data and VLLM.find(vllm.__version__).is_known else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
@@ -287,7 +287,7 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_prom_metrics(cls, *args: Any, **named: Any) -> KVConnectorPromMetrics | None:
-        return SemBlendPromMetrics(*args, *named.values()) if is_known(vllm.__version__) else None
+        return SemBlendPromMetrics(*args, *named.values()) if VLLM.find(vllm.__version__).is_known else None
 
     # -- worker ----------------------------------------------------------------------------------------------------
 

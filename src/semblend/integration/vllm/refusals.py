@@ -11,10 +11,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from semblend.integration.version_support import VersionEvidence
+from semblend.integration.versions import VLLM
 from semblend.integration.vllm.plugin import CONNECTOR
 from semblend.integration.vllm.source_check import missing, missing_for_offloading
-from semblend.integration.vllm.versions import support
 from semblend.integration.vllm.worker.model_access import read_rope_config
 from semblend.materialize.kv.rope import refusal as rope_refusal
 
@@ -29,8 +28,8 @@ MOVABLE_TYPES = ("auto", "float32", "float16", "bfloat16", "half")
 
 def refusal(vllm_config: Any, kv_cache_config: Any, version: str, package: Path) -> str | None:
     """Why this engine cannot be served; None when it can."""
-    row = support(version)
-    if row.evidence is VersionEvidence.NONE:
+    row = VLLM.find(version)
+    if not row.is_known:
         return row.note
     if lacking := missing(package):
         return f"this build of vLLM differs from {row.version}: {lacking[0]}"

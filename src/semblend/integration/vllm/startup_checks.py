@@ -6,19 +6,16 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from semblend.confirm.events import Event
-from semblend.confirm.log_lines import format_line
-from semblend.confirm.sinks import CallbackSink
+from semblend.confirm.log_lines import LogSink
 from semblend.errors import SemBlendError, StoreError
 from semblend.facade import SemBlend
-from semblend.integration.version_support import VersionEvidence
+from semblend.integration.versions import VLLM, VersionEvidence
 from semblend.integration.vllm.metrics import MetricsTally
 from semblend.integration.vllm.refusals import refusal
 from semblend.integration.vllm.scheduler.admin import AdminSocket, DonorAdmin
 from semblend.integration.vllm.scheduler.records import EngineFacts
 from semblend.integration.vllm.scheduler.scheduler_connector import SchedulerConnector
 from semblend.integration.vllm.settings import ConnectorSettings
-from semblend.integration.vllm.versions import is_known, support
 from semblend.integration.vllm.worker.model_access import StockModel, read_rope_config
 from semblend.integration.vllm.worker.worker_connector import WorkerConnector
 from semblend.materialize.blend.quality import QualitySettings
@@ -36,7 +33,7 @@ log = logging.getLogger("vllm.semblend")
 
 def engine_facts(vllm_config: Any, kv_cache_config: Any, version: str, package: Path) -> EngineFacts:
     """What does not change while this engine runs; its ``refusal`` is logged once, here."""
-    row = support(version)
+    row = VLLM.find(version)
     why = refusal(vllm_config, kv_cache_config, version, package)
     if row.evidence is VersionEvidence.STATIC:
         log.warning("SemBlend with vLLM %s: %s", version, row.note)
@@ -46,7 +43,7 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any, version: str, package: 
             "docs/guides/vllm.md#engines-that-are-declined)",
             why,
         )
-    if not is_known(version):  # nothing of its configuration is looked at: names may have changed
+    if not row.is_known:  # nothing of its configuration is looked at: names may have changed
         return EngineFacts(version, Namespace(), 1, 1, why)
     model, cache = vllm_config.model_config, vllm_config.cache_config
     namespace = Namespace(
@@ -63,7 +60,7 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any, version: str, package: 
 def make_semblend(settings: ConnectorSettings) -> tuple[SemBlend, MetricsTally]:
     """The library, telling vLLM's log and, by way of vLLM, its metrics endpoint."""
     tally = MetricsTally()
-    semblend = SemBlend(settings.config, sinks=[CallbackSink(_log_line)], metrics=tally)
+    semblend = SemBlend(settings.config, sinks=[LogSink(log, "vllm")], metrics=tally)
     semblend.warm_up()
     return semblend, tally
 
@@ -75,13 +72,10 @@ def choose_gate(settings: ConnectorSettings, vllm_config: Any) -> ChosenTable:
 
 def quality_settings(settings: ConnectorSettings, vllm_config: Any) -> QualitySettings:
     """The gate's settings; a pass of ours is never larger than what vLLM has measured memory for."""
-    return QualitySettings(
-        mode=settings.config.quality,
-        thresholds=choose_gate(settings, vllm_config).thresholds,
+    return QualitySettings.of_config(
+        settings.config,
+        choose_gate(settings, vllm_config).thresholds,
         latency_budget_ms=settings.latency_budget_ms,
-        seam_tokens=settings.config.seam_tokens,
-        layer_share=settings.config.layer_share,
-        deep_tolerance=settings.config.deep_tolerance,
         chunk_tokens=int(vllm_config.scheduler_config.max_num_batched_tokens),
         piece_ms=settings.step_work_ms,
         prefills=False,  # vLLM does that itself, in chunks between its other work
@@ -171,9 +165,3 @@ def _share_of(bits: int, spec: Any) -> float:
         return 1.0
     tokens, head_dim, width = 6400, int(spec.head_size), int(spec.dtype.itemsize)
     return count_packed_bytes(1, tokens, 1, head_dim) / (2 * tokens * head_dim * width)
-
-
-def _log_line(event: Event) -> None:
-    line = format_line(event, "vllm")
-    if line is not None:
-        log.info("%s", line)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
+from semblend.config import SemBlendConfig
 from semblend.errors import InputError
 from semblend.materialize.gate.observers import DEEP_TOLERANCE
 from semblend.materialize.gate.thresholds import DEFAULT, RiskFeatures, Thresholds
@@ -172,6 +173,12 @@ class QualitySettings:
     prefills: bool = True
     canary_tolerance: float | None = None
     deep_tolerance: float = DEEP_TOLERANCE
+
+    @classmethod
+    def of_config(cls, config: SemBlendConfig, thresholds: Thresholds, **more: Any) -> QualitySettings:
+        """What the library's settings say, by a model's thresholds; ``more`` is the engine's own."""
+        shared = {name: getattr(config, name) for name in ("seam_tokens", "layer_share", "deep_tolerance")}
+        return cls(mode=config.quality, thresholds=thresholds, **shared, **more)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mode", parse_quality(self.mode))

@@ -1,12 +1,112 @@
-"""The locks on vLLM's prefix cache, for all requests with approximate KV; see `hash_chain` for what they do."""
+"""Approximate KV must never be found as exact: the chain of hashes by which vLLM finds blocks.
+
+vLLM keeps the chain with each request and enters a request's blocks under it when their KV is complete. So before that
+the hashes from the first approximate block on are replaced by ones that only requests with the same salt have (`salt`).
+Hashes of later blocks, those of the answer too, are made from the ones before, and so are salted. Two more things keep
+others away: the answer's blocks do not enter the cache at all (`keep_out`), and what vLLM announces of these blocks is
+taken back, because a router would read tokens from it, not hashes (`silence`).
+
+If the request turns out to be computed exactly, or starts again, `restore` gives it its own hashes back.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import hashlib
+import secrets
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from semblend.integration.vllm.scheduler.hash_chain import keep_out, list_hashes, restore, salt, silence
-from semblend.integration.vllm.scheduler.records import EngineFacts, Record
+from semblend.integration.vllm.scheduler.records import EngineFacts, Record, Salted
+
+_NEVER_AGAIN = 1 << 62
+"""As the number of blocks that are already cached: then no further one is."""
+
+
+def salt(request: Any, first: int, key: bytes | None = None) -> Salted:
+    """Make the request's hashes from index ``first`` on its own, those of blocks that are not full yet included.
+
+    With a ``key`` equal hashes become equal ones, for whoever has the same key. It has to be a secret.
+    """
+    kept, hasher = tuple(request.block_hashes[first:]), request._block_hasher
+    request.block_hashes[first:] = _unheard_of(kept) if key is None else _encrypt(kept, key)
+    if not kept and hasher is not None:  # the first approximate block fills up later: its parent's hash is an exact one
+        request._block_hasher = lambda asked: _unheard_of(hasher(asked))
+    return Salted(first, kept, hasher)
+
+
+def restore(request: Any, salted: Salted) -> None:
+    """Undo `salt`; blocks that were filled since get their hashes anew, from the exact ones."""
+    request._block_hasher = salted.hasher
+    request.block_hashes[salted.first :] = salted.hashes
+    request.update_block_hashes()
+
+
+def _unheard_of(hashes: Sequence[bytes]) -> list[bytes]:
+    """As many, as long, drawn at random; hashing each again would take milliseconds of a long prompt."""
+    size = len(hashes[0]) if hashes else 0
+    drawn = secrets.token_bytes(size * len(hashes))
+    return [drawn[at : at + size] for at in range(0, len(drawn), size)] if size else []
+
+
+def _encrypt(hashes: Sequence[bytes], key: bytes) -> list[bytes]:
+    """Each with its part of a stream that only the key gives: as hard to guess as the key, and equal for equal ones."""
+    whole = b"".join(hashes)
+    if not whole:
+        return []
+    stream = hashlib.shake_256(key).digest(len(whole))
+    mixed = (int.from_bytes(whole, "big") ^ int.from_bytes(stream, "big")).to_bytes(len(whole), "big")
+    size = len(hashes[0])
+    return [mixed[at : at + size] for at in range(0, len(mixed), size)]
+
+
+def keep_out(pool: Any, cached_counts: Sequence[dict[str, int]], request_id: str, block_ids: Iterable[int]) -> None:
+    """Take blocks of a request out of the prefix cache, and keep its later ones out.
+
+    ``cached_counts`` are vLLM's books of how many blocks of each request are in the cache; without them (before 0.30)
+    later blocks still go in, under salted hashes that nobody finds, and have to be taken out again.
+    """
+    if not pool.enable_caching:
+        return
+    pool.evict_blocks(set(block_ids))
+    for counts in cached_counts:
+        counts[request_id] = _NEVER_AGAIN
+
+
+def silence(pool: Any, hashes: set[bytes]) -> None:
+    """Take back what vLLM is about to announce of blocks with these hashes, as the pool or a request has them."""
+    events = pool.kv_event_queue
+    if events and hashes:
+        events[:] = [kept for event in events if (kept := _drop_blocks(event, hashes)) is not None]
+
+
+def list_hashes(pool: Any, request: Any, first_hash: int, block_ids: Iterable[int]) -> set[bytes]:
+    """Hashes of these blocks in the pool, and of a request from an index on, without the number of the cache group."""
+    kept = (pool.blocks[block].block_hash for block in block_ids)
+    # The pool appends the number of the cache group, 4 bytes, to its keys.
+    found = {bytes(h)[:-4] for h in kept if h is not None}
+    return found if request is None else found | {bytes(h) for h in request.block_hashes[first_hash:]}
+
+
+def _drop_blocks(event: Any, hashes: set[bytes]) -> Any:
+    """The event without blocks of these hashes; None when nothing is left of it."""
+    listed = getattr(event, "block_hashes", None)
+    if not listed or not hashes:
+        return event
+    # Events carry 64 bits of a hash or all of it.
+    numbers = {int.from_bytes(h, "big") & ((1 << 64) - 1) for h in hashes}
+    keep = [i for i, h in enumerate(listed) if (h not in hashes if isinstance(h, bytes) else h not in numbers)]
+    if len(keep) == len(listed):
+        return event
+    if not keep:
+        return None
+    event.block_hashes = [listed[i] for i in keep]
+    if getattr(event, "token_ids", None) is not None:
+        size = event.block_size
+        event.token_ids = [t for i in keep for t in event.token_ids[i * size : (i + 1) * size]]
+        if getattr(event, "extra_keys", None):
+            event.extra_keys = [event.extra_keys[i] for i in keep]
+    return event
+
 
 ReportFailure = Callable[[str, str, str], None]
 

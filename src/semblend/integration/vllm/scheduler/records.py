@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
-from semblend.integration.vllm.scheduler.hash_chain import Salted
-from semblend.integration.vllm.scheduler.healing import LoadCost
-from semblend.plan.reuse_plan import ReusePlan
-from semblend.prompt import Namespace, Prompt
-from semblend.session.session import LoadResult, ReuseSession
+from semblend.confirm.receipt import Receipt, RequestFacts, build_receipt
+from semblend.integration.vllm.settings import ConnectorSettings
+from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
+from semblend.prompt import Namespace, Prompt, name_tenant
+from semblend.quality import RequestOptions, choose_quality, read_request_options
+from semblend.session.session import LoadResult, ReuseSession, SessionRequest
 
 ENGINE = "vllm"
 _WEIGHTS = " weights:"
@@ -54,6 +55,38 @@ class Share:
     result: LoadResult | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Salted:
+    """What `restore` needs: the index of the first salted hash, what stood there, and the request's own hasher."""
+
+    first: int
+    hashes: tuple[bytes, ...]
+    hasher: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A place in a prompt: ``key`` stands for all its tokens up to ``tokens``.
+
+    ``rows``: what a load computes up to there, behind the exact prefix; ``price``: what a prefill in its place costs
+    more than an exact hit up to there would.
+    """
+
+    tokens: int
+    key: bytes
+    rows: float
+    price: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoadCost:
+    """What a request's load would cost, by marks in the order of the prompt, all behind its exact prefix."""
+
+    request_id: str
+    tenant: str
+    marks: tuple[Mark, ...]
+
+
 def move_prompt(prompt: Prompt, facts: EngineFacts) -> Prompt:
     """The prompt with the weights that these facts name in its namespace."""
     return Prompt(prompt.token_ids, prompt.text, replace(prompt.namespace, revision=facts.namespace.revision))
@@ -66,7 +99,7 @@ class Record(ReuseSession):
     ``block_ids``: it was admitted with these, to be loaded or to be computed. ``salted``: its hashes from
     ``first_block`` on are not its own. ``entered``: vLLM has its filled blocks in its prefix cache. ``share``: the
     blocks of an equal prompt that it looks for, or has; it found ``found_tokens``. ``cost``: of the load that was last
-    considered, for `prefix_promotion`. ``brought_from``: another connector brings the tokens from there on, and its
+    considered, for `promotion`. ``brought_from``: another connector brings the tokens from there on, and its
     load may run in the request's first step. ``spoiled``: why some of what its KV is computed on is wrong.
     """
 
@@ -174,3 +207,112 @@ def add_computed(
         return None
     blocks.update(record.block_ids[start // block_tokens : -(-end // block_tokens)])
     return blocks
+
+
+# -- What a request asks of us, and whether it is of a kind that we can serve.
+
+
+HINT_ACTION = "semblend.reuse"
+"""The ``action_type`` of a KV hint that is for us; its payload says what ``kv_transfer_params.semblend`` would."""
+
+
+def make_record(request: Any, facts: EngineFacts, settings: ConnectorSettings) -> Record:
+    """The record of a request that vLLM asks about for the first time."""
+    options, namespace = read_options(request), build_namespace(request, facts.namespace)
+    asked = SessionRequest(
+        request.request_id,
+        Prompt(request.prompt_token_ids, namespace=namespace),
+        quality=options.quality,
+        declined=explain_decline(request, require_cache_salt=settings.require_cache_salt) or "",
+        opt_out=options.opt_out,
+        source=request,
+    )
+    return Record(asked, choose_mode(request, namespace, settings))
+
+
+def choose_mode(request: Any, namespace: Namespace, settings: ConnectorSettings) -> str:
+    """The mode of a request: its own word, its tenant's, or the engine's."""
+    tenants = settings.config.find_tenant_quality(namespace.tenant)
+    return choose_quality(read_options(request).quality, tenants, settings.config.quality)
+
+
+def read_options(request: Any) -> RequestOptions:
+    """What the request says about itself, and what an orchestrator says about it in ``kv_hints`` (from vLLM 0.32 on).
+
+    The request says it in ``kv_transfer_params={"semblend": {"opt_out": true, "quality": 0.05}}``. Either of them may
+    opt out. In the mode the request's own word counts, then the last hint.
+    """
+    own = read_request_options((getattr(request, "kv_transfer_params", None) or {}).get("semblend"))
+    hints = [read_request_options(payload) for payload in _iterate_hints(getattr(request, "kv_hints", None))]
+    quality = next((said.quality for said in (own, *reversed(hints)) if said.quality), None)
+    return RequestOptions(own.opt_out or any(hint.opt_out for hint in hints), quality)
+
+
+def _iterate_hints(envelope: Any) -> Iterator[Any]:
+    """The payloads that are for us."""
+    for action in getattr(envelope, "actions", None) or ():
+        if getattr(action, "action_type", None) == HINT_ACTION:
+            yield getattr(action, "payload", None)
+
+
+def build_refused_receipt(request: Any, exact_tokens: int, engine: EngineFacts, settings: ConnectorSettings) -> Receipt:
+    """The receipt of a request in an engine that we do not serve, without a look at its tokens."""
+    namespace = build_namespace(request, engine.namespace)
+    return build_receipt(
+        RequestFacts(
+            request_id=request.request_id,
+            engine=ENGINE,
+            engine_version=engine.version,
+            namespace=namespace,
+            mode=choose_mode(request, namespace, settings),
+            prompt_tokens=len(request.prompt_token_ids),
+            exact_tokens=exact_tokens,
+            decision=Decline(DeclineReason.UNSUPPORTED_MODE, engine.refusal or ""),
+        )
+    )
+
+
+def explain_decline(request: Any, *, require_cache_salt: bool = False) -> str | None:
+    """Why this request is computed without us, in one line; None for plain text generation.
+
+    ``require_cache_salt``: a request without a salt has no tenant, and shares nothing with anybody.
+    """
+    if require_cache_salt and not getattr(request, "cache_salt", None):
+        return "this server reuses for requests with a cache_salt only (require_cache_salt), and it has none"
+    for name, why in _DECLINES:
+        if getattr(request, name, None) not in (None, False, [], ()):
+            return why
+    return _explain_transfer_decline(getattr(request, "kv_transfer_params", None) or {})
+
+
+_DECLINES = (
+    ("pooling_params", "a pooling request has no next token to check"),
+    ("prompt_embeds", "prompt embeddings have no tokens to compare"),
+    ("mm_features", "multimodal tokens stand for inputs that token ids do not show"),
+    ("lora_request", "a LoRA adapter is bound to the rows of vLLM's own batch"),
+    ("skip_reading_prefix_cache", "the request wants every token computed (prompt logprobs)"),
+    ("resumable", "a streaming-input session grows while it runs"),
+)
+
+
+def _explain_transfer_decline(params: Mapping[str, Any]) -> str | None:
+    """Why a request that is split between a prefill and a decode engine is computed without us; None for others.
+
+    The decode engine caches the KV that it gets as exact, whatever it is, so the prefill engine must not reuse
+    approximately. What a decode engine gets comes from an engine that we know nothing about, so it is no donor.
+    """
+    if params.get("do_remote_decode"):
+        return "its KV goes to a decode engine, which would take approximate KV as exact (do_remote_decode)"
+    if params.get("do_remote_prefill"):
+        return "its KV comes from a prefill engine (do_remote_prefill)"
+    if params.get("disagg_spec") is not None:
+        return "its KV goes to a decode engine, which would take approximate KV as exact (LMCache's disagg_spec)"
+    return None
+
+
+def build_namespace(request: Any, engine: Namespace) -> Namespace:
+    """The engine's, with what the request adds: its salt, the tenant that the salt stands for, and its adapter."""
+    lora = getattr(request, "lora_request", None)
+    adapter = f"{lora.lora_name}:{lora.lora_int_id}:{lora.lora_path}" if lora else ""
+    salt = request.cache_salt or ""
+    return replace(engine, salt=salt, tenant=name_tenant(salt), adapter=adapter)

@@ -1,10 +1,10 @@
 """Equal prompts share approximate blocks: what was loaded for one is found by the next, and nobody else finds it.
 
-The blocks lie in vLLM's prefix cache under hashes that are salted with a key (`hash_chain.salt`). The key is made from
-the namespace, the mode, the whole prompt and the spans, with a secret of this process: another prompt, another tenant
-or another mode has another key, and none can be worked out from outside. The whole prompt counts, the question too: in
-mode balanced the gate chose and judged for it. vLLM counts the blocks' users and evicts them as it does with all
-others.
+The blocks lie in vLLM's prefix cache under hashes that are salted with a key (`prefix_locks.salt`). The key is made
+from the namespace, the mode, the whole prompt and the spans, with a secret of this process: another prompt, another
+tenant or another mode has another key, and none can be worked out from outside. The whole prompt counts, the question
+too: in mode balanced the gate chose and judged for it. vLLM counts the blocks' users and evicts them as it does with
+all others.
 
 An equal prompt that arrives while the first is being loaded waits for it.
 """

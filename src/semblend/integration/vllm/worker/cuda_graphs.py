@@ -6,7 +6,7 @@ have no slot, so nothing of them is written. The queries of the last rows are ke
 question's attention looks at them when the pass is over.
 
 Few rows are recorded with our kernel, which reads the context again for every few of them; more rows with
-FlashAttention for whole groups (`grouped_attention`), where that runs. A repair in pieces is a few of the latter.
+FlashAttention for whole groups (`pass_attention`), where that runs. A repair in pieces is a few of the latter.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from semblend.integration.vllm.worker.grouped_attention import GROUP_ROWS
+from semblend.integration.vllm.worker.pass_attention import GROUP_ROWS
 from semblend.materialize.contract import QUESTION_ROWS, Rows
 
 Run = Callable[[Rows, Tensor], Tensor]

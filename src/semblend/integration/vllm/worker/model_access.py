@@ -22,12 +22,14 @@ from torch import Tensor
 from semblend.errors import SemBlendError
 from semblend.integration.vllm.worker.cache_layout import probe_layout
 from semblend.integration.vllm.worker.cuda_graphs import RECORDED_PARTS, RecordedPasses
-from semblend.integration.vllm.worker.grouped_attention import Attend, attend_in_recorded_groups, can_group_rows
 from semblend.integration.vllm.worker.pass_attention import (
     OURS,
+    Attend,
     PassAttention,
+    attend_in_recorded_groups,
     attend_scattered,
     can_attend,
+    can_group_rows,
     choose_attention,
     compile_attention,
     replace_attention,

@@ -1,7 +1,7 @@
 """Our side in vLLM's worker: it copies donor KV out, and brings it back to other positions.
 
     load      donor KV into the request's blocks, then what has to be computed, by the stock model, watched by the gate;
-              piece by piece, a part of each step (`load_queue`), before the step's forward pass. A load that is refused
+              piece by piece, a part of each step (`LoadQueue`), before the step's forward pass. A load that is refused
               or fails is told as invalid blocks, in the step in which it ends: vLLM has computed nothing on them, and
               prefills the prompt itself
     capture   after the step's forward pass: exact prompts become donors, in host memory, under a byte budget. On a GPU
@@ -20,14 +20,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from semblend.errors import CapacityError, RankError, SemBlendError
 from semblend.integration.vllm.orders import Capture, Load, Orders, Report
-from semblend.integration.vllm.worker.load_queue import LoadQueue, Outcome
 from semblend.materialize.blend.blender import STAGED_BYTES, Blender
 from semblend.materialize.blend.passes import MANY_ROWS, Ranks, measure_pass_rows
 from semblend.materialize.blend.quality import Blended, Pace, Pieces, Placed, QualitySettings, Rejected
@@ -74,7 +73,65 @@ class FailureLog:
         return message
 
 
-class WorkerConnector:
+class RefusingConnector:
+    """What the worker's side tells vLLM: loads that are over, blocks to compute, the report.
+
+    Alone it stands where no `WorkerConnector` could be made: a load is refused and no donor is kept. Of several ranks
+    either all have a `WorkerConnector` or none, or one would wait for the others in its first load.
+    """
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens, self._report = block_tokens, Report()
+        self._finished: set[str] = set()
+        self._invalid: set[int] = set()
+
+    def before_step(self, orders: Orders) -> None:
+        """No capture is under way."""
+
+    def load(self, orders: Orders) -> None:
+        loads, orders.loads = orders.loads, []
+        for load in loads:
+            why = Decline(DeclineReason.ERROR, "this engine's worker has no part of SemBlend")
+            self._tell(load, why, LoadResult.refuse(why))
+
+    def capture(self, orders: Orders) -> None:
+        self._report.not_captured.update((order.donor_id, order.generation) for order in orders.captures)
+        self._report.served.extend(orders.served)
+        orders.captures, orders.served, orders.publications = [], [], []
+
+    def tell_weights(self) -> str:
+        return ""
+
+    def take_report(self) -> Report | None:
+        """What happened since the last call; None where nothing did."""
+        if not self._report:
+            return None
+        report, self._report = self._report, Report()
+        return report
+
+    def take_finished(self) -> set[str]:
+        """Requests whose load is over, well or not: vLLM schedules them now, or frees their blocks if they ended."""
+        finished, self._finished = self._finished, set()
+        return finished
+
+    def take_invalid_blocks(self) -> set[int]:
+        """Blocks of loads that were refused: vLLM computes them."""
+        invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    def close(self) -> None:
+        """There is nothing to let go."""
+
+    def _tell(self, load: Load, outcome: Outcome, result: LoadResult) -> None:
+        """A load is over: the blocks from the first on that is not exact are vLLM's to compute."""
+        self._finished.add(load.request_id)
+        if not isinstance(outcome, Blended):
+            exact_until = outcome.exact_until if isinstance(outcome, Rejected) else load.exact_tokens
+            self._invalid |= find_invalid_blocks(load, exact_until, self._block_tokens)
+        self._report.loaded[load.request_id] = result
+
+
+class WorkerConnector(RefusingConnector):
     """Loads and captures KV in the cache of ``model``, whose blocks hold ``block_tokens`` tokens; see the module.
 
     The model's layout is asked for at the first use: vLLM's backend is not ready before. ``warm_up_model`` compiles
@@ -99,7 +156,8 @@ class WorkerConnector:
         warm_up_model: Callable[[], None] = lambda: None,
         watch_weights: Callable[[], WeightsWatch] | None = None,
     ) -> None:
-        self._model, self._block_tokens, self._warm_up_model = model, block_tokens, warm_up_model
+        super().__init__(block_tokens)
+        self._model, self._warm_up_model = model, warm_up_model
         self._quality = quality
         self.donor_kv = DonorKv(
             device_bytes,
@@ -124,13 +182,10 @@ class WorkerConnector:
         self._loads = LoadQueue(
             self._begin, self._pace, agree=Ranks(model).mean, wait=self._wait_for_device, tell=self._note_failure
         )
-        self._finished: set[str] = set()
         self._watch_weights, self._ranks = watch_weights, Ranks(model)
         self._weights: WeightsWatch | None = None
         self._has_named = False
         self._pinned: dict[str, DonorTensors] = {}
-        self._report = Report()
-        self._invalid: set[int] = set()
         self.failures = FailureLog()
 
     def warm_up(self) -> None:
@@ -226,23 +281,9 @@ class WorkerConnector:
                 self._report.donor_bytes = dict(self.donor_kv.used_bytes)
 
     def take_report(self) -> Report | None:
-        """What happened since the last call; None where nothing did."""
         while self._evicted:
             self._report.evicted.add(self._evicted.popleft())
-        if not self._report:
-            return None
-        report, self._report = self._report, Report()
-        return report
-
-    def take_finished(self) -> set[str]:
-        """Requests whose load is over, well or not: vLLM schedules them now, or frees their blocks if they ended."""
-        finished, self._finished = self._finished, set()
-        return finished
-
-    def take_invalid_blocks(self) -> set[int]:
-        """Blocks of loads that were refused: vLLM computes them."""
-        invalid, self._invalid = self._invalid, set()
-        return invalid
+        return super().take_report()
 
     def close(self) -> None:
         with self._guard("close the publisher"):
@@ -264,16 +305,12 @@ class WorkerConnector:
 
     def _finish(self, load: Load, outcome: Outcome) -> None:
         """Tell the verdict on a load. Whatever fails here, vLLM hears that it is over and computes its blocks."""
-        self._finished.add(load.request_id)
         try:
             result = describe_outcome(outcome)
         except Exception as error:
             outcome = Decline(DeclineReason.ERROR, self.failures.note("verdict", error))
             result = LoadResult.refuse(outcome)
-        if not isinstance(outcome, Blended):  # the blocks from the first on that is not exact are vLLM's to compute
-            exact_until = outcome.exact_until if isinstance(outcome, Rejected) else load.exact_tokens
-            self._invalid |= find_invalid_blocks(load, exact_until, self._block_tokens)
-        self._report.loaded[load.request_id] = result
+        self._tell(load, outcome, result)
 
     def _keep_donors(self, orders: Orders) -> None:
         """Let go of donors that are forgotten; hold those that an operator has pinned."""
@@ -436,52 +473,110 @@ class WorkerConnector:
         self._report.errors.append((where, self.failures.note(where, error, request_id), request_id))
 
 
-class RefusingConnector:
-    """In place of a `WorkerConnector` where none could be made: a load is refused and no donor is kept.
-
-    Of several ranks either all have a `WorkerConnector` or none, or one would wait for the others in its first load.
-    """
-
-    def __init__(self, block_tokens: int) -> None:
-        self._block_tokens, self._report = block_tokens, Report()
-        self._finished: set[str] = set()
-        self._invalid: set[int] = set()
-
-    def before_step(self, orders: Orders) -> None:
-        """No capture is under way."""
-
-    def load(self, orders: Orders) -> None:
-        loads, orders.loads = orders.loads, []
-        for load in loads:
-            self._finished.add(load.request_id)
-            self._invalid |= find_invalid_blocks(load, load.exact_tokens, self._block_tokens)
-            why = Decline(DeclineReason.ERROR, "this engine's worker has no part of SemBlend")
-            self._report.loaded[load.request_id] = LoadResult.refuse(why)
-
-    def capture(self, orders: Orders) -> None:
-        self._report.not_captured.update((order.donor_id, order.generation) for order in orders.captures)
-        self._report.served.extend(orders.served)
-        orders.captures, orders.served, orders.publications = [], [], []
-
-    def tell_weights(self) -> str:
-        return ""
-
-    def take_report(self) -> Report | None:
-        report, self._report = self._report, Report()
-        return report or None
-
-    def take_finished(self) -> set[str]:
-        finished, self._finished = self._finished, set()
-        return finished
-
-    def take_invalid_blocks(self) -> set[int]:
-        invalid, self._invalid = self._invalid, set()
-        return invalid
-
-    def close(self) -> None:
-        """There is nothing to let go."""
-
-
 def find_invalid_blocks(load: Load, exact_until: int, block_tokens: int) -> set[int]:
     """The blocks of a load's claim from the first on that is not exact: vLLM computes them."""
     return set(load.block_ids[exact_until // block_tokens : -(-load.claim_end // block_tokens)])
+
+
+# -- Loads under way, the oldest first, worked on for a part of each step.
+#
+# vLLM waits for a load as it waits for KV from another machine: the request holds its blocks and is not scheduled,
+# and what is running goes on. So a load may take several steps, and its verdict is known before the first token is
+# computed on it. A step gives all loads together a number of milliseconds. A piece is as long as what is left of
+# them, because large passes cost less a row than small ones; with less than half of them left the next one waits for
+# the next step.
+
+
+Outcome = Blended | Rejected | Decline
+Begin = Callable[[Load], Pieces[Outcome]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    load: Load
+    pieces: Pieces[Outcome]
+
+    def advance(self) -> Outcome | None:
+        """Do the next piece; the outcome when it was the last, None before."""
+        try:
+            next(self.pieces)
+        except StopIteration as done:
+            outcome: Outcome = done.value
+            return outcome
+        except RankError:
+            raise
+        except Exception as error:  # the blender itself does not raise; what is around it may
+            return Decline(DeclineReason.ERROR, f"{type(error).__name__}: {error}")
+        return None
+
+
+class LoadQueue:
+    """See the module.
+
+    ``pace`` is that of the pieces; if it is 0, a load is one piece. ``agree`` makes one number of what several ranks
+    have measured, because all of them have to stop behind the same piece. ``wait`` waits for what the device has to do
+    already. ``tell`` hears of a load whose donors could not be let go.
+    """
+
+    def __init__(
+        self,
+        begin: Begin,
+        pace: Pace | None = None,
+        *,
+        agree: Callable[[float], float] = lambda ms: ms,
+        wait: Callable[[], None] = lambda: None,
+        tell: Callable[[str, Exception, str], None] = lambda *_: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._begin, self._agree, self._wait, self._clock, self._tell = begin, agree, wait, clock, tell
+        self._pace = Pace() if pace is None else pace
+        self._in_pieces = self._pace.piece_ms > 0
+        self._jobs: deque[_Job] = deque()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def add(self, load: Load) -> None:
+        self._jobs.append(_Job(load, self._begin(load)))
+
+    def cancel(self, request_id: str) -> bool:
+        """Give up a load and release its donors; False where it is over already."""
+        for job in self._jobs:
+            if job.load.request_id == request_id:
+                self._jobs.remove(job)
+                self._close(job)
+                return True
+        return False
+
+    def work(self, budget_ms: float | None) -> list[tuple[Load, Outcome]]:
+        """Go on for about so long; what was finished. None: to the end, at once, because nobody else has work."""
+        if not self._jobs:
+            return []
+        if budget_ms is not None:
+            self._wait()
+        started, spent = self._clock(), 0.0
+        outcomes: list[Outcome] = []
+        while len(outcomes) < len(self._jobs):
+            self._pace.piece_ms = budget_ms - spent if self._in_pieces and budget_ms is not None else 0.0
+            outcome = self._jobs[len(outcomes)].advance()
+            if outcome is not None:
+                outcomes.append(outcome)
+            if budget_ms is None:
+                continue
+            spent = self._agree((self._clock() - started) * 1e3)
+            if spent > budget_ms / 2:
+                break
+        return [(self._jobs.popleft().load, outcome) for outcome in outcomes]
+
+    def abandon(self) -> list[Load]:
+        """Give up everything; also what was finished in a `work` that did not return."""
+        jobs, self._jobs = list(self._jobs), deque()
+        for job in jobs:
+            self._close(job)
+        return [job.load for job in jobs]
+
+    def _close(self, job: _Job) -> None:
+        try:
+            job.pieces.close()
+        except Exception as error:  # the load is over all the same
+            self._tell("cancel", error, job.load.request_id)

@@ -108,6 +108,7 @@ _COUNTS = ("exact_tokens", "reused_tokens", "recomputed_tokens", "prefill_tokens
 _BLOCKS = ("exact_hit_blocks", "semantic_candidate_blocks", "semantic_eligible_blocks", "backend_confirmed_blocks")
 _TIMES = ("ttft_ms", "latency_ms", "server_ttft_ms", "engine_ttft_ms", "queue_time_ms", "cold_kl_topk", "ppl_ratio")
 _ROUNDING_MS = 1.0
+_BAD_DIGEST = "the digest does not fit the requests, the settings and the run"
 
 
 def check_integrity(result: Result) -> list[Finding]:
@@ -123,7 +124,7 @@ def _check_whole(result: Result) -> Iterator[Finding]:
             Doubt.EDITED_RESULT, "the file has no digest: an older version wrote it, or a hand; run the benchmark again"
         )
     elif result.digest != compute_digest(result):
-        yield Finding(Doubt.EDITED_RESULT, "the digest does not fit the requests, the settings and the run")
+        yield Finding(Doubt.EDITED_RESULT, _BAD_DIGEST)
 
 
 def _check_aggregates(result: Result) -> Iterator[Finding]:
@@ -162,14 +163,11 @@ def _check_numbers(result: Result) -> Iterator[Finding]:
 def find_impossible(record: RequestRecord) -> Iterator[str]:
     """Yield one line for each number that no request can have."""
     prompt, blocks = record.prompt_tokens, record.total_blocks
-    for name in _COUNTS:
-        value = getattr(record, name)
-        if value is not None and (value < 0 or (prompt is not None and value > prompt)):
-            yield f"{name} is {value}, the prompt has {prompt} tokens"
-    for name in _BLOCKS:
-        value = getattr(record, name)
-        if value is not None and (value < 0 or (blocks is not None and value > blocks)):
-            yield f"{name} is {value}, the prompt has {blocks} full blocks"
+    for names, most, unit in ((_COUNTS, prompt, "tokens"), (_BLOCKS, blocks, "full blocks")):
+        for name in names:
+            value = getattr(record, name)
+            if value is not None and (value < 0 or (most is not None and value > most)):
+                yield f"{name} is {value}, the prompt has {most} {unit}"
     held = (record.exact_tokens or 0) + (record.backend_confirmed_tokens or 0)
     if prompt is not None and held > prompt and not record.cross_tenant:
         yield f"{held} tokens exact or confirmed, the prompt has {prompt}"
@@ -253,7 +251,7 @@ def bind_summary(summary: Mapping[str, Any], result: Result) -> BoundSummary:
         own[""] = unnamed
     runs = summary.get("runs")
     mentions = isinstance(runs, dict) and prefix in runs
-    if not own and not mentions and not _covers(summary, run, has_names=bool(named)):
+    if not own and not mentions and (named or not _covers(summary, run)):
         others = f"; it is about {', '.join(list(runs)[:3])}" if isinstance(runs, dict) and runs else ""
         return BoundSummary(problem=f"the log names no request of this run ({prefix or 'which has no id'}){others}")
     total = {kind: sum(_read(part, kind) for part in own.values()) for kind in ("events", "tokens", "units")}
@@ -267,22 +265,27 @@ def bind_summary(summary: Mapping[str, Any], result: Result) -> BoundSummary:
     )
 
 
-def _covers(summary: Mapping[str, Any], run: Mapping[str, Any], *, has_names: bool) -> bool:
-    """Return whether a log without names of requests was written while the run was under way."""
-    first, last = read_float(summary.get("first_time_unix_s")), read_float(summary.get("last_time_unix_s"))
-    sent, finished = read_float(run.get("first_sent_unix_s")), read_float(run.get("last_finished_unix_s"))
-    if has_names or first is None or last is None or sent is None or finished is None:
+def _read_window(part: Mapping[str, Any], first: str, last: str) -> tuple[float, float] | None:
+    begin, end = read_float(part.get(first)), read_float(part.get(last))
+    return None if begin is None or end is None else (begin, end)
+
+
+def _covers(summary: Mapping[str, Any], run: Mapping[str, Any]) -> bool:
+    """Return whether a log was written while the run was under way."""
+    log = _read_window(summary, "first_time_unix_s", "last_time_unix_s")
+    own = _read_window(run, "first_sent_unix_s", "last_finished_unix_s")
+    if log is None or own is None:
         return False
-    return first <= finished + CLOCK_SLACK_S and last >= sent - CLOCK_SLACK_S
+    return log[0] <= own[1] + CLOCK_SLACK_S and log[1] >= own[0] - CLOCK_SLACK_S
 
 
 def _is_inside(part: Mapping[str, Any], run: Mapping[str, Any]) -> bool:
     """Return whether all of these events happened during the run."""
-    first, last = read_float(part.get("first_unix_s")), read_float(part.get("last_unix_s"))
-    sent, finished = read_float(run.get("first_sent_unix_s")), read_float(run.get("last_finished_unix_s"))
-    if not part.get("events") or first is None or last is None or sent is None or finished is None:
+    events = _read_window(part, "first_unix_s", "last_unix_s") if part.get("events") else None
+    own = _read_window(run, "first_sent_unix_s", "last_finished_unix_s")
+    if events is None or own is None:
         return False
-    return sent - CLOCK_SLACK_S <= first and last <= finished + CLOCK_SLACK_S
+    return own[0] - CLOCK_SLACK_S <= events[0] and events[1] <= own[1] + CLOCK_SLACK_S
 
 
 def _read(part: Mapping[str, Any], name: str) -> int:
@@ -376,30 +379,21 @@ def require_witnesses(
     kept, alone = [], []
     for record in records:
         tokens = record.backend_confirmed_tokens
-        if not tokens or record.negative_control or record.cross_tenant:
-            kept.append(record)
-            continue
-        said = _find_logged(record, logged)
-        own = min(tokens, said) if said is not None else tokens
-        if len(list_channels(record, logged)) < count:
-            alone.append(record)
-            own = 0
-        if own == tokens:
-            kept.append(record)
-        else:
-            kept.append(replace(record, backend_confirmed_tokens=own, backend_confirmed_blocks=own // block_size))
-    return kept, _describe(alone, count, logged)
-
-
-def _describe(alone: Sequence[RequestRecord], count: int, logged: Mapping[str, int]) -> list[Finding]:
+        if tokens and not record.negative_control and not record.cross_tenant:
+            said = _find_logged(record, logged)
+            own = min(tokens, said) if said is not None else tokens
+            if len(list_channels(record, logged)) < count:
+                alone.append(record)
+                own = 0
+            if own != tokens:
+                record = replace(record, backend_confirmed_tokens=own, backend_confirmed_blocks=own // block_size)
+        kept.append(record)
     if not alone:
-        return []
+        return kept, []
     who = sorted({channel for record in alone for channel in list_channels(record, logged)}) or ["nobody"]
-    words = (
-        f"{len(alone)} requests claim reuse in {len(who)} channel ({', '.join(who)}); {count} independent ones count"
-    )
+    claim = f"{len(alone)} requests claim reuse in {len(who)} channel ({', '.join(who)})"
     hint = "give --metrics-url, --connector-audit or --engine-summary"
-    return [Finding(Doubt.ONE_WITNESS, f"{words} ({hint})")]
+    return kept, [Finding(Doubt.ONE_WITNESS, f"{claim}; {count} independent ones count ({hint})")]
 
 
 def _find_logged(record: RequestRecord, logged: Mapping[str, int]) -> int | None:
@@ -430,13 +424,7 @@ def find_doubtful_behaviour(records: Sequence[RequestRecord]) -> list[Finding]:
     """Return the findings about requests whose reuse was confirmed as `require_witnesses` left it."""
     pairs = [pair for pair in pair_records(records) if not pair.errored and not pair.contaminated]
     return [
-        *_find_leaks(records),
-        *_find_wrong_kv(pairs),
-        *_find_reuse_on_negatives(records),
-        *_find_malformed(records),
-        *_find_contradictions(records),
-        *_find_overlong(records),
-        *_find_echo(records),
+        *_find_wrong_answers(records, pairs),
         *_find_speed_without_reuse(pairs),
         *_find_hits_without_saving(pairs),
         *_find_changed_answers(pairs),
@@ -454,48 +442,30 @@ def compute_luck(firsts: int, cases: int, arms: int) -> float:
     return sum(comb(cases, k) * share**k * (1 - share) ** (cases - k) for k in range(firsts, cases + 1))
 
 
-def _find_leaks(records: Sequence[RequestRecord]) -> Iterator[Finding]:
-    own = [record for record in records if record.cross_tenant]
-    leaks = [record for record in own if record.backend_confirmed_tokens]
-    if leaks:
-        most = max(record.backend_confirmed_tokens or 0 for record in leaks)
-        words = f"{len(leaks)} of {len(own)} requests got another tenant's tokens, up to {most}"
+def _find_wrong_answers(records: Sequence[RequestRecord], pairs: Sequence[ArmPair]) -> Iterator[Finding]:
+    """Yield what single answers show: reuse where there must be none, counts that are none, answers that are none."""
+    others = [record for record in records if record.cross_tenant]
+    if leaks := [record.backend_confirmed_tokens for record in others if record.backend_confirmed_tokens]:
+        words = f"{len(leaks)} of {len(others)} requests got another tenant's tokens, up to {max(leaks)}"
         yield Finding(Doubt.TENANT_LEAK, words)
-
-
-def _find_wrong_kv(pairs: Sequence[ArmPair]) -> Iterator[Finding]:
-    wrong = [pair for pair in pairs if pair.warm.donor_fact_answered and not pair.cold.donor_fact_answered]
-    if wrong:
+    if wrong := [pair for pair in pairs if pair.warm.donor_fact_answered and not pair.cold.donor_fact_answered]:
         words = f"{len(wrong)} warm answers state a fact that stands in the donor's text alone, such as "
         yield Finding(Doubt.WRONG_KV, words + wrong[0].cold.item_id)
-
-
-def _find_reuse_on_negatives(records: Sequence[RequestRecord]) -> Iterator[Finding]:
-    own = [record for record in records if record.negative_control]
-    reused = [record for record in own if record.backend_confirmed_tokens]
-    if reused:
-        words = f"{len(reused)} of {len(own)} requests claim reuse of donors that they share nothing with"
+    negatives = [record for record in records if record.negative_control]
+    if reused := sum(bool(record.backend_confirmed_tokens) for record in negatives):
+        words = f"{reused} of {len(negatives)} requests claim reuse of donors that they share nothing with"
         yield Finding(Doubt.REUSE_ON_NEGATIVES, words)
-
-
-def _find_malformed(records: Sequence[RequestRecord]) -> Iterator[Finding]:
-    bad = [record for record in records if record.malformed]
-    if bad:
-        yield Finding(Doubt.MALFORMED_COUNTS, f"{len(bad)} answers, such as {bad[0].item_id}: {bad[0].malformed[0]}")
-
-
-def _find_contradictions(records: Sequence[RequestRecord]) -> Iterator[Finding]:
-    bad = [record for record in records if set(record.contradictions) - set(record.malformed)]
-    if bad:
+    if odd := [record for record in records if record.malformed]:
+        yield Finding(Doubt.MALFORMED_COUNTS, f"{len(odd)} answers, such as {odd[0].item_id}: {odd[0].malformed[0]}")
+    if bad := [record for record in records if set(record.contradictions) - set(record.malformed)]:
         line = next(line for line in bad[0].contradictions if line not in bad[0].malformed)
         yield Finding(Doubt.CONTRADICTED, f"{len(bad)} requests, such as {bad[0].item_id}: {line}")
-
-
-def _find_overlong(records: Sequence[RequestRecord]) -> Iterator[Finding]:
-    bad = [record for record in records if is_overlong(record)]
-    if bad:
-        words = f"{len(bad)} of {len(records)} answers are longer than the {bad[0].max_tokens} tokens asked for"
+    if long := [record for record in records if is_overlong(record)]:
+        words = f"{len(long)} of {len(records)} answers are longer than the {long[0].max_tokens} tokens asked for"
         yield Finding(Doubt.OVERLONG_ANSWERS, words)
+    told = [bool(record.echoes_prompt) for record in records if record.error is None]
+    if sum(told) > ECHO_SHARE * len(told):
+        yield Finding(Doubt.ECHO, f"{sum(told)} of {len(told)} answers are the beginning of their prompts")
 
 
 def is_overlong(record: RequestRecord) -> bool:
@@ -505,13 +475,6 @@ def is_overlong(record: RequestRecord) -> bool:
         return False
     words = len((record.output_text or "").split())
     return (record.output_tokens or 0) > most or words > most * WORDS_SLACK + 8
-
-
-def _find_echo(records: Sequence[RequestRecord]) -> Iterator[Finding]:
-    told = [record.echoes_prompt for record in records if record.error is None]
-    echoes = sum(bool(one) for one in told)
-    if echoes > ECHO_SHARE * len(told):
-        yield Finding(Doubt.ECHO, f"{echoes} of {len(told)} answers are the beginning of their prompts")
 
 
 def _find_speed_without_reuse(pairs: Sequence[ArmPair]) -> Iterator[Finding]:
@@ -624,32 +587,24 @@ def is_live(result: Result) -> bool:
 
 def examine_load(result: LoadResult) -> list[Finding]:
     """Return the reasons not to believe a load result."""
-    return [*_check_load_digest(result), *_check_load_summaries(result), *_check_load_requests(result)]
-
-
-def _check_load_digest(result: LoadResult) -> Iterator[Finding]:
+    findings = []
     if not all(point.requests for point in result.points):
-        yield Finding(Doubt.EDITED_RESULT, "a point holds no requests, so that nothing in it can be computed again")
+        words = "a point holds no requests, so that nothing in it can be computed again"
+        findings.append(Finding(Doubt.EDITED_RESULT, words))
     elif result.digest != compute_load_digest(result):
-        yield Finding(Doubt.EDITED_RESULT, "the digest does not fit the requests, the settings and the run")
-
-
-def _check_load_summaries(result: LoadResult) -> Iterator[Finding]:
+        findings.append(Finding(Doubt.EDITED_RESULT, _BAD_DIGEST))
     for point in result.points:
         again = summarize_load(point.requests, point.duration_s, result.slo)
         wrong = [name for name, value in point.summary.items() if name in again and not is_same(value, again[name])]
         if wrong:
             stated, computed = point.summary[wrong[0]], again[wrong[0]]
             words = f"{point.name}: {wrong[0]} is {stated!r} in the file and {computed!r} by its requests"
-            yield Finding(Doubt.EDITED_RESULT, words)
-
-
-def _check_load_requests(result: LoadResult) -> Iterator[Finding]:
-    for point in result.points:
-        wrong = [(one, line) for one in point.requests for line in _find_impossible_load(one, point.duration_s)]
-        if wrong:
-            words = f"{point.name}: {len(wrong)} requests, such as number {wrong[0][0].number}: {wrong[0][1]}"
-            yield Finding(Doubt.IMPOSSIBLE_NUMBERS, words)
+            findings.append(Finding(Doubt.EDITED_RESULT, words))
+        odd = [(one, line) for one in point.requests for line in _find_impossible_load(one, point.duration_s)]
+        if odd:
+            words = f"{point.name}: {len(odd)} requests, such as number {odd[0][0].number}: {odd[0][1]}"
+            findings.append(Finding(Doubt.IMPOSSIBLE_NUMBERS, words))
+    return findings
 
 
 def _find_impossible_load(one: LoadRequest, duration_s: float) -> Iterator[str]:

@@ -22,8 +22,6 @@ from itertools import count
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-import numpy as np
-
 from semblend._version import __version__
 from semblend.config import SemBlendConfig
 from semblend.confirm.sinks import MemorySink
@@ -33,7 +31,7 @@ from semblend.facade import SemBlend
 from semblend.http.connections import Deadlines
 from semblend.http.server import HttpServer, Receive, Scope, Send, ServerLimits, listen, write_url
 from semblend.plan.reuse_plan import ReusePlan
-from semblend.prompt import Namespace, Prompt, TokenArray
+from semblend.prompt import Namespace, Prompt, count_common_prefix
 from semblend.text.tokenization import Tokenizer
 from semblend.web.site import HEADERS, build_explorer, read_static
 from semblend.wire.callers import is_loopback
@@ -146,7 +144,7 @@ class ExplorerApp:
         for donor in donors:
             tokens = self.semblend.donor_tokens(donor.donor_id)
             if tokens is not None:
-                longest = max(longest, _common_prefix(prompt.token_ids, tokens))
+                longest = max(longest, count_common_prefix(prompt.token_ids, tokens))
         return min(longest, len(prompt) - 1) // PREFIX_BLOCK_TOKENS * PREFIX_BLOCK_TOKENS
 
     def _free_id(self) -> str:
@@ -179,12 +177,6 @@ def _check_fields(body: dict[str, Any]) -> dict[str, str]:
     if len(asked["donor_id"]) > MAX_DONOR_ID_CHARACTERS:
         raise InputError("donor_id is too long", hint=f"use at most {MAX_DONOR_ID_CHARACTERS} characters")
     return asked
-
-
-def _common_prefix(one: TokenArray, other: TokenArray) -> int:
-    length = min(len(one), len(other))
-    differs = np.flatnonzero(one[:length] != other[:length])
-    return int(differs[0]) if len(differs) else length
 
 
 def _ms_since(started: float) -> float:

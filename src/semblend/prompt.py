@@ -162,3 +162,10 @@ def check_exact_tokens(exact_tokens: int, prompt_tokens: int) -> int:
     if not 0 <= count <= prompt_tokens:
         raise InputError(f"exact_tokens={count} is outside the prompt of {prompt_tokens} tokens", hint=hint)
     return count
+
+
+def count_common_prefix(one: TokenArray, other: TokenArray) -> int:
+    """How many tokens two prompts begin with alike."""
+    length = min(len(one), len(other))
+    differ = np.flatnonzero(one[:length] != other[:length])
+    return int(differ[0]) if len(differ) else length

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from semblend import Namespace
 from semblend.arrange import Arranger
+from semblend.engine.server.service import PromptArranger
 from semblend.errors import InputError
 from semblend.estimate.steps import ArrangePassages
 from semblend.text.chat import render_chat
 from semblend.text.logs import LoggedPrompt, PromptLog
 from semblend.text.parts import join_parts, split_parts
-from semblend.wire.arranging import PromptArranger
 from semblend.wire.chat import ChatRequest
 from semblend.wire.errors import ApiError
 

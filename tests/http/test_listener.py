@@ -369,7 +369,7 @@ def test_a_body_that_breaks_off_into_nonsense_is_refused_and_its_request_ends(ca
             wire.sendall(b"nonsense\r\n")
             assert b" 400 " in read_to_end(wire)
             wait_until(lambda: len(server.server.connections) == 0)
-            wait_until(lambda: server.app.state.drain.running == 0)
+            wait_until(lambda: not server.app.state.drain.tasks)
     assert not caplog.records
 
 
@@ -384,7 +384,7 @@ def test_a_body_in_tiny_chunks_is_refused_before_it_costs_anything(key):
             for _ in range(100):
                 wire.sendall(b"1\r\n \r\n" * 1000)
         wait_until(lambda: len(server.server.connections) == 0)
-        wait_until(lambda: server.app.state.drain.running == 0)
+        wait_until(lambda: not server.app.state.drain.tasks)
 
 
 def test_a_body_in_a_few_small_chunks_or_in_many_large_ones_is_read():

@@ -46,7 +46,8 @@ from semantickv.settings import EdgeSettings
 from semantickv.telemetry.fleet_book import FleetBook
 from semantickv.telemetry.metrics import EdgeMetrics, RequestSpan, start_span
 from semantickv.telemetry.record import AnswerReader, EngineReceipt, ExchangeRecord, RecordStore
-from semantickv.telemetry.trace_log import TraceJob, TraceLog
+from semantickv.telemetry.trace_log import TraceLog
+from semantickv.traces.collection import TraceJob
 from semblend.arrange import Arrangement
 from semblend.errors import ConfigError, InputError
 from semblend.prompt import Namespace

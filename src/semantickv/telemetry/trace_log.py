@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from semantickv.traces.collection import Collector
+from semantickv.traces.collection import Collector, TraceJob
 from semantickv.traces.segmentation import Segmenter
 from semantickv.traces.trace_writer import MAX_HELD, TraceWriter
 
@@ -41,20 +41,6 @@ class TraceOptions:
         return cls(str(Path(folder) / f"{stamp}_{name}.jsonl"), **known)
 
 
-@dataclass(frozen=True, slots=True)
-class TraceJob:
-    """A request to write down: its body, when it came, and what is known about its answer."""
-
-    body: bytes
-    began_s: float
-    ended_s: float
-    first_token_s: float | None
-    session: str
-    tenant: str
-    usage: dict[str, Any]
-    metadata: dict[str, Any]
-
-
 class TraceWorker:
     """Writes trace lines, in order of arrival. Lives in the process that writes."""
 
@@ -75,17 +61,7 @@ class TraceWorker:
 
     def _build(self, ticket: int, job: TraceJob) -> dict[str, Any] | None:
         try:
-            return self._collector.describe(
-                ticket,
-                json.loads(job.body),
-                began_s=job.began_s,
-                ended_s=job.ended_s,
-                first_s=job.first_token_s,
-                session=job.session,
-                tenant=job.tenant,
-                usage=job.usage,
-                metadata=job.metadata,
-            )
+            return self._collector.describe(ticket, job)
         except Exception:  # whatever a body holds costs its own line: this worker writes the lines of all callers
             return None
 

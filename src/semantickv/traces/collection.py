@@ -38,6 +38,20 @@ def build_trace_line(
     return line | {name: value for name, value in known.items() if value is not None}
 
 
+@dataclass(frozen=True, slots=True)
+class TraceJob:
+    """A request to write down: its body, when it came, and what is known about its answer."""
+
+    body: bytes
+    began_s: float
+    ended_s: float
+    first_token_s: float | None
+    session: str
+    tenant: str
+    usage: dict[str, Any]
+    metadata: dict[str, Any]
+
+
 @dataclass
 class Collector:
     """Records requests. Use `begin` and the `Recording` it returns, or `wrap` a handler.
@@ -68,24 +82,12 @@ class Collector:
             self, ticket, now, blocks, self._hash_name(session), self._hash_name(tenant), str(body.get("model", ""))
         )
 
-    def describe(
-        self,
-        ticket: int,
-        body: Mapping[str, Any],
-        *,
-        began_s: float,
-        ended_s: float,
-        first_s: float | None = None,
-        session: str = "",
-        tenant: str = "",
-        usage: Mapping[str, Any] | None = None,
-        metadata: Mapping[str, Any] | None = None,
-    ) -> Json:
+    def describe(self, ticket: int, job: TraceJob) -> Json:
         """Build the line of a request that is over; its times count from the beginning of the trace, in seconds."""
-        names = self._hash_name(session), self._hash_name(tenant)
-        blocks = self._cut_prompt(body)
-        recording = Recording(self, ticket, began_s, blocks, *names, str(body.get("model", "")), first_s, usage or {})
-        return recording.build_line(ended_s, metadata or {})
+        body = json.loads(job.body)
+        names = self._hash_name(job.session), self._hash_name(job.tenant), str(body.get("model", ""))
+        recording = Recording(self, ticket, job.began_s, self._cut_prompt(body), *names, job.first_token_s, job.usage)
+        return recording.build_line(job.ended_s, job.metadata)
 
     def _cut_prompt(self, body: Mapping[str, Any]) -> tuple[TextBlock, ...]:
         """Cut the prompt of an OpenAI request into blocks, tool definitions first."""

@@ -8,11 +8,11 @@ import json
 import random
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TextIO, TypeVar
 
-from sembench.backends import PromptCall, Route, ServerAnswer, ServerBackend
+from sembench.backends import PromptCall, ServerAnswer, ServerBackend
 from sembench.files import make_folder_of, open_output, read_count, read_float, read_text
 from sembench.manifests.cases import Case
 from sembench.result import OUTPUT_TEXT_CHARS, RequestRecord, dump_record, get_unix_time, parse_record
@@ -215,11 +215,7 @@ def build_record(
     failed = next((f"a donor could not be primed: {donor.error}" for donor in donors if donor.error), None)
     prompt, meta = answer.prompt_tokens, case.metadata
     return RequestRecord(
-        item_id=case.item_id,
-        dataset=case.dataset,
-        transform=case.transform,
-        negative_control=case.negative_control,
-        source_id=case.source_id,
+        **case.describe(),
         pair_id=case.item_id if arm in PAIRED_ARMS else None,
         arm=arm,
         tenant=call.tenant or None,
@@ -237,7 +233,6 @@ def build_record(
         donor_request_ids=tuple(dict.fromkeys(name for donor in donors for name in donor.ids)),
         **_build_confirmation_fields(verdict, settings.block_size),
         **_build_answer_fields(answer),
-        **_build_route_fields(answer.route),
         **({} if answer.error else _score(answer, case, settings)),
     )
 
@@ -250,56 +245,34 @@ def _score(answer: ServerAnswer, case: Case, settings: LiveSettings) -> dict[str
 
 def _build_confirmation_fields(verdict: Confirmation, block: int) -> dict[str, Any]:
     """Return the fields about reuse. In a live run, exact hits are what the engine's prefix cache served."""
+    exact, external = verdict.exact_tokens, verdict.external_confirmed_tokens
+    hits = {"hit_tokens": exact, "hit_blocks": _count_blocks(exact, block)}
     return {
-        "exact_hit_blocks": _count_blocks(verdict.exact_tokens, block),
-        "exact_hit_tokens": verdict.exact_tokens,
-        "exact_prefix_hit_blocks": _count_blocks(verdict.exact_tokens, block),
-        "exact_prefix_hit_tokens": verdict.exact_tokens,
-        "backend_confirmed_blocks": _count_blocks(verdict.confirmed_tokens, block),
-        "backend_confirmed_tokens": verdict.confirmed_tokens,
-        "confirmation_sources": verdict.sources,
-        "contradictions": verdict.contradictions,
-        "exact_tokens": verdict.exact_tokens,
-        "reused_tokens": verdict.reused_tokens,
-        "recomputed_tokens": verdict.recomputed_tokens,
-        "prefill_tokens": verdict.prefill_tokens,
-        "risk": verdict.risk,
-        "fuzzy_confirmed_tokens": verdict.fuzzy_tokens,
-        "external_confirmed_tokens": verdict.external_tokens,
-        "external_confirmed_tokens_source": None if verdict.external_tokens is None else "arm_prometheus_delta",
-        "flush_contaminated": verdict.contaminated,
+        **asdict(verdict),
+        **{f"{kind}_{name}": value for kind in ("exact", "exact_prefix") for name, value in hits.items()},
+        "backend_confirmed_blocks": _count_blocks(verdict.backend_confirmed_tokens, block),
+        "external_confirmed_tokens_source": None if external is None else "arm_prometheus_delta",
     }
 
 
+_SAME = ("malformed", "ttft_ms", "latency_ms", "engine_ttft_ms", "queue_time_ms", "output_tokens", "finish_reason")
+_ROUTE = ("endpoint_id", "outcome", "semantic_score", "total_score", "reason")
+
+
 def _build_answer_fields(answer: ServerAnswer) -> dict[str, Any]:
-    receipt = answer.receipt or {}
+    receipt, route = answer.receipt or {}, answer.route
     donors = receipt.get("donors")
     return {
+        **{name: getattr(answer, name) for name in _SAME},
         "donor_ids": tuple(str(one) for one in donors) if isinstance(donors, list) else (),
         "rejection_reason": read_text(receipt.get("reason")),
         "engine_request_id": next(iter(answer.ids[1:] or answer.ids), None),
         "request_ids": answer.ids,
-        "malformed": answer.malformed,
-        "ttft_ms": answer.ttft_ms,
-        "latency_ms": answer.latency_ms,
         "server_ttft_ms": read_float(receipt.get("ttft_ms")),
-        "engine_ttft_ms": answer.engine_ttft_ms,
-        "queue_time_ms": answer.queue_time_ms,
         "output_text": answer.text[:OUTPUT_TEXT_CHARS],
-        "output_tokens": answer.output_tokens,
         "output_token_ids": answer.token_ids or None,
         "output_top_logprobs": [dict(one) for one in answer.top_logprobs] or None,
-        "finish_reason": answer.finish_reason,
-    }
-
-
-def _build_route_fields(route: Route) -> dict[str, Any]:
-    return {
-        "route_endpoint_id": route.endpoint_id,
-        "route_outcome": route.outcome,
-        "route_semantic_score": route.semantic_score,
-        "route_total_score": route.total_score,
-        "route_reason": route.reason,
+        **{f"route_{name}": getattr(route, name) for name in _ROUTE},
         "gateway_route_header": route.header,
         "worker_id": route.worker_id,
     }

@@ -64,6 +64,11 @@ class Case:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     benchmark_version: str = BENCHMARK_VERSION
 
+    def describe(self) -> dict[str, Any]:
+        """Return what the records of this case say about it."""
+        names = ("item_id", "dataset", "transform", "negative_control", "source_id")
+        return {name: getattr(self, name) for name in names}
+
     @property
     def planted_fact(self) -> str | None:
         """What only the recipient's own text says."""

@@ -8,16 +8,16 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from sembench.manifests.blocks import HashSet, hash_content, hash_prefixes
-from sembench.manifests.cases import Case, DonorPrompt
+from sembench.manifests.cases import Case
 from sembench.offline.planners import Proposal, ReusePlanner
 from sembench.result import RequestRecord
 from semblend.errors import InputError, MissingDependencyError, SemBlendError
@@ -283,15 +283,15 @@ class ReplayStore:
         self.planner.register(name, Prompt(tokens, text=text))
         return True
 
+    def add_donors(self, case: Case) -> None:
+        for donor in case.donor_prompts:
+            self.add(donor.donor_id, donor.text, case.item_id)
+
     def replay(self, case: Case, arm: str) -> RequestRecord:
         """Replay one recipient: count exact blocks, ask the planner, check what it proposes."""
         tokens = self._encoder.encode(case.recipient_prompt)
         facts: dict[str, Any] = {
-            "item_id": case.item_id,
-            "dataset": case.dataset,
-            "transform": case.transform,
-            "negative_control": case.negative_control,
-            "source_id": case.source_id,
+            **case.describe(),
             "arm": arm,
             "donor_count": len(case.donor_prompts),
             "prompt_tokens": len(tokens),
@@ -331,14 +331,6 @@ class ReplayStore:
         if callable(close):
             close()
 
-    def __enter__(self) -> ReplayStore:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 @dataclass(frozen=True, slots=True)
 class OfflineReplay:
@@ -360,8 +352,7 @@ class OfflineReplay:
                 store.add(name, text)
                 on_progress("distractors", len(store.donors))
             for case in self.cases():
-                for donor in case.donor_prompts:
-                    self._add_donor(store, donor, case)
+                store.add_donors(case)
                 on_progress("donors", len(store.donors))
             for number, case in enumerate(self.cases(), start=1):
                 if not skip(case.item_id):
@@ -375,14 +366,9 @@ class OfflineReplay:
         for number, case in enumerate(self.cases(), start=1):
             if not skip(case.item_id):
                 with self._open_store() as store:
-                    for donor in case.donor_prompts:
-                        self._add_donor(store, donor, case)
+                    store.add_donors(case)
                     yield store.replay(case, self.arm)
             on_progress("recipients", number)
 
-    def _open_store(self) -> ReplayStore:
-        return ReplayStore(self.planner(), self.encoder, self.block_size)
-
-    @staticmethod
-    def _add_donor(store: ReplayStore, donor: DonorPrompt, case: Case) -> None:
-        store.add(donor.donor_id, donor.text, case.item_id)
+    def _open_store(self) -> closing[ReplayStore]:
+        return closing(ReplayStore(self.planner(), self.encoder, self.block_size))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from sembench.report.view import RUNGS, PairPoint, ReportView, compute_quantile, estimate_speedup, find_noise_band
@@ -404,9 +404,9 @@ class Plot:
     asked: bool = False
 
 
-def draw_ttft_by_rate(result: LoadResult) -> Figure | None:
-    """Draw the median and the 99th percentile of TTFT over the rate, a line for each concurrency."""
-    plot = Plot(
+def list_load_plots(result: LoadResult) -> Iterator[Plot]:
+    """Yield what is drawn of a load run over its rates: TTFT, the promises where there are some, answers a second."""
+    yield Plot(
         "load-ttft",
         "Time to first token",
         "time to first token",
@@ -417,29 +417,18 @@ def draw_ttft_by_rate(result: LoadResult) -> Figure | None:
         log=True,
         limit=result.slo.get("ttft"),
     )
-    return _draw_lines(result.points, plot)
-
-
-def draw_goodput(result: LoadResult) -> Figure | None:
-    """Draw the share of requests within the promises over the rate."""
-    if not result.slo:
-        return None
-    promises = ", ".join(f"{name} {format_tick_ms(limit)}" for name, limit in result.slo.items())
-    plot = Plot(
-        "load-goodput",
-        "Requests within the promises",
-        "share of requests",
-        ("goodput_share",),
-        f"Promised: {promises}. A request that failed kept none.",
-        format_percent,
-        log=False,
-    )
-    return _draw_lines(result.points, plot)
-
-
-def draw_throughput(result: LoadResult) -> Figure | None:
-    """Draw answers a second over the rate that was asked for."""
-    plot = Plot(
+    if result.slo:
+        promises = ", ".join(f"{name} {format_tick_ms(limit)}" for name, limit in result.slo.items())
+        yield Plot(
+            "load-goodput",
+            "Requests within the promises",
+            "share of requests",
+            ("goodput_share",),
+            f"Promised: {promises}. A request that failed kept none.",
+            format_percent,
+            log=False,
+        )
+    yield Plot(
         "load-throughput",
         "Answers a second",
         "answers a second",
@@ -449,10 +438,11 @@ def draw_throughput(result: LoadResult) -> Figure | None:
         log=True,
         asked=True,
     )
-    return _draw_lines(result.points, plot)
 
 
-LOAD_FIGURES: tuple[Callable[[LoadResult], Figure | None], ...] = (draw_ttft_by_rate, draw_goodput, draw_throughput)
+def draw_load(result: LoadResult) -> list[Figure | None]:
+    """Draw a load run: a line for each concurrency, over the rates."""
+    return [_draw_lines(result.points, plot) for plot in list_load_plots(result)]
 
 
 def _draw_lines(points: Sequence[LoadPoint], plot: Plot) -> Figure | None:

@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from sembench.report import story
-from sembench.report.charts import FIGURES, LOAD_FIGURES
+from sembench.report.charts import FIGURES, draw_load
 from sembench.report.story import flatten
 from sembench.report.view import NotableRequest, ReportView
 from sembench.result import LoadPoint, LoadResult
@@ -80,7 +80,7 @@ def build_load_report(result: LoadResult, title: str, findings: Sequence[Finding
         _make_head(title, _list_load_subtitle(result), write_load_headline(result, findings), LOAD_TAG),
         *_make_doubts(findings),
         Block(render_table(LOAD_HEAD, points), render_markdown_table(LOAD_HEAD, points)),
-        *_make_figures(figure(result) for figure in LOAD_FIGURES),
+        *_make_figures(draw_load(result)),
         _make_provenance([row for name, part in parts for row in flatten(name, part)]),
     ]
     return Report(f"{title} · {LOAD_TAG}", blocks)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from sembench.report.view import ReportView, find_noise_band
 from sembench.trust import UNSEEN
 from semblend.formatting import UNKNOWN, format_interval, format_number, format_percent, format_plural, format_ratio
-from semblend.web.report import Tile
+from semblend.web.report import Tile, Tone
 
 Show = Callable[[float], str]
 
@@ -26,14 +27,13 @@ def write_headline(view: ReportView) -> str:
 
 def build_tiles(view: ReportView) -> list[Tile]:
     """Return the tiles of the numbers that this run has."""
+    speed = _make_rate_tile(view, "blended_ttft_speedup_median", "faster to first token", format_ratio)
     found = [
-        *(_make_speed_tiles(view) if _may_state_speed(view) else ()),
-        _make_rate_tile(
-            view, "backend_confirmed_block_rate", "of blocks reused, confirmed", format_percent, _format_fine_percent
-        ),
+        speed if not view.grave and view.paired.get("hit_rate") else None,
+        _make_rate_tile(view, "backend_confirmed_block_rate", "of blocks reused, confirmed"),
         *([] if _is_live(view) else _make_offline_tiles(view)),
-        _make_rate_tile(view, "mean_cold_f1", "F1 against the cold answer", format_number, format_number),
-        _make_rate_tile(view, "quality_pass_rate", "pass against gold", format_percent, _format_fine_percent),
+        _make_rate_tile(view, "mean_cold_f1", "F1 against the cold answer", format_number),
+        _make_rate_tile(view, "quality_pass_rate", "pass against gold"),
         _make_negatives_tile(view),
         _make_share_tile(view, "false_safe_rate", "false safe", "of confirmed reuses"),
         _make_contradictions_tile(view),
@@ -151,14 +151,6 @@ def _count_negatives(view: ReportView) -> tuple[int, int]:
     return len(observed), sum(map(bool, observed))
 
 
-def _may_state_speed(view: ReportView) -> bool:
-    return not view.grave and bool(view.paired.get("hit_rate"))
-
-
-def _make_speed_tiles(view: ReportView) -> list[Tile | None]:
-    return [_make_rate_tile(view, "blended_ttft_speedup_median", "faster to first token", format_ratio, format_ratio)]
-
-
 def _make_negatives_tile(view: ReportView) -> Tile | None:
     count, reused = _count_negatives(view)
     if not count:
@@ -185,41 +177,28 @@ def _make_contradictions_tile(view: ReportView) -> Tile | None:
 
 
 def _make_offline_tiles(view: ReportView) -> list[Tile | None]:
-    wrong = view.estimate("wrong_tokens")
+    wrong = view.estimate("wrong_tokens").value
+    tone: Tone = "bad" if wrong else "good"
     return [
-        _make_rate_tile(
-            view, "semantic_eligible_block_rate", "of blocks eligible (offline)", format_percent, _format_fine_percent
-        ),
-        _make_rate_tile(
-            view, "exact_block_hit_rate", "of blocks in an exact cache", format_percent, _format_fine_percent
-        ),
-        _make_rate_tile(view, "semantic_eligible_lift", "eligible beyond exact", format_percent, _format_fine_percent),
-        None
-        if wrong.value is None
-        else Tile(format_number(wrong.value), "wrong tokens", "must be none", "bad" if wrong.value else "good"),
+        _make_rate_tile(view, "semantic_eligible_block_rate", "of blocks eligible (offline)"),
+        _make_rate_tile(view, "exact_block_hit_rate", "of blocks in an exact cache"),
+        _make_rate_tile(view, "semantic_eligible_lift", "eligible beyond exact"),
+        None if wrong is None else Tile(format_number(wrong), "wrong tokens", "must be none", tone),
     ]
 
 
-def _make_rate_tile(view: ReportView, name: str, label: str, show: Show, show_ci: Show) -> Tile | None:
+def _make_rate_tile(view: ReportView, name: str, label: str, show: Show = format_percent) -> Tile | None:
+    """Return a metric with its interval, percentages of the interval to a tenth; None where it was not observed."""
     found = view.estimate(name)
-    return (
-        None
-        if found.value is None
-        else Tile(show(found.value), label, _format_detail(format_interval(found.ci, show_ci), found.n, found.ci))
-    )
+    if found.value is None:
+        return None
+    fine = partial(format_percent, digits=1) if show is format_percent else show
+    parts = [f"95 %: {format_interval(found.ci, fine)}"] if found.ci else []
+    return Tile(show(found.value), label, ", ".join(parts + ([f"n={found.n}"] if found.n else [])))
 
 
 def _is_live(view: ReportView) -> bool:
     return view.estimate("backend_confirmed_block_rate").value is not None
-
-
-def _format_fine_percent(value: float) -> str:
-    return format_percent(value, 1)
-
-
-def _format_detail(words: str, n: int | None, ci: object) -> str:
-    parts = ([f"95 %: {words}"] if ci else []) + ([f"n={n}"] if n else [])
-    return ", ".join(parts)
 
 
 def flatten(prefix: str, value: object) -> list[tuple[str, str]]:

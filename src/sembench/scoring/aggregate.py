@@ -161,9 +161,11 @@ def _compute_mean(name: str, records: Records, attribute: str) -> dict[str, Any]
 
 def _compute_share(name: str, records: Records, observed: Callable[[RequestRecord], bool | None]) -> dict[str, Any]:
     seen = [value for record in records if (value := observed(record)) is not None]
-    hits = sum(seen)
-    rate = hits / len(seen) if seen else None
-    return Estimate(rate, compute_wilson_interval(hits, len(seen)), len(seen)).to_fields(name)
+    return _write_share(name, sum(seen), len(seen))
+
+
+def _write_share(name: str, hits: int, n: int) -> dict[str, Any]:
+    return Estimate(hits / n if n else None, compute_wilson_interval(hits, n), n).to_fields(name)
 
 
 def _compute_shares(records: Records) -> dict[str, Any]:
@@ -356,17 +358,17 @@ def summarize_pairs(records: Iterable[RequestRecord]) -> dict[str, Any] | None:
 
 def _count_mechanisms(pairs: Sequence[ArmPair]) -> dict[str, Any]:
     counts = Counter(pair.mechanism for pair in pairs)
-    external = _drop_unknown(pair.warm.external_confirmed_tokens for pair in pairs)
-    fuzzy = _drop_unknown(pair.warm.fuzzy_confirmed_tokens for pair in pairs)
+    warm = [pair.warm for pair in pairs]
+    external = sum_known(warm, "external_confirmed_tokens")
     sources = {pair.warm.external_confirmed_tokens_source for pair in pairs} - {None}
     return {
         # "head" is reuse from the first token on; a receipt in its short form has no positions, so it is unknown
         "reuse_mechanisms": {name: counts[name] for name in ("scatter", "external", "exact", "none")} | {"head": None},
         "semantic_mechanisms": list(SEMANTIC_MECHANISMS),
-        "fuzzy_confirmed_tokens_warm": int(sum(fuzzy)) if fuzzy else None,
-        "external_confirmed_tokens_warm": int(sum(external)) if external else None,
+        "fuzzy_confirmed_tokens_warm": sum_known(warm, "fuzzy_confirmed_tokens"),
+        "external_confirmed_tokens_warm": external,
         "external_confirmed_token_sources": sorted(str(source) for source in sources),
-        "external_confirmed_is_per_request": True if external else None,
+        "external_confirmed_is_per_request": None if external is None else True,
     }
 
 
@@ -396,12 +398,8 @@ def _compute_hit_rates(pairs: Sequence[ArmPair], hits: Sequence[ArmPair]) -> dic
     external = [pair for pair in pairs if pair.warm.external_confirmed_tokens is not None]
     confirmed = [pair for pair in external if (pair.warm.external_confirmed_tokens or 0) >= HIT_TOKENS]
     return {
-        "hit_rate": len(hits) / len(observed) if observed else None,
-        "hit_rate_n": len(observed),
-        "hit_rate_ci": compute_wilson_interval(len(hits), len(observed)),
-        "hit_rate_external_confirmed": len(confirmed) / len(external) if external else None,
-        "hit_rate_external_confirmed_n": len(external),
-        "hit_rate_external_confirmed_ci": compute_wilson_interval(len(confirmed), len(external)),
+        **_write_share("hit_rate", len(hits), len(observed)),
+        **_write_share("hit_rate_external_confirmed", len(confirmed), len(external)),
         "pairs_external_confirmed": len(confirmed),
         "pairs_external_unconfirmed": len(pairs) - len(confirmed),
         "hits_unverified_external": sum(pair not in confirmed for pair in hits),
@@ -430,9 +428,7 @@ def _measure_distances(pairs: Sequence[ArmPair]) -> dict[str, Any]:
     kl = _drop_unknown(pair.warm.cold_kl_topk for pair in pairs)
     compared = [pair for pair in pairs if pair.warm.cold_f1 is not None]
     return {
-        **_compute_pair_mean("warm_vs_cold_output_rouge_l_mean", pairs, lambda pair: pair.warm.cold_rouge_l),
-        **_compute_pair_mean("warm_vs_cold_f1_mean", pairs, lambda pair: pair.warm.cold_f1),
-        **_compute_pair_mean("warm_vs_cold_mean_kl_topk", pairs, lambda pair: pair.warm.cold_kl_topk),
+        **_measure_from_cold("warm", pairs),
         "kl_pairs": len(kl),
         "first_token_divergence_median": compute_median(_drop_unknown(pair.warm.first_divergence for pair in pairs)),
         "pairs_identical_output": sum(pair.warm.first_divergence is None for pair in compared),
@@ -449,17 +445,18 @@ def _measure_noise(pairs: Sequence[ArmPair]) -> dict[str, Any]:
         "rerun_ttft_ratio_median": compute_median(ratios),
         "rerun_ttft_ratio_p05": compute_percentile(ratios, 5),
         "rerun_ttft_ratio_p95": compute_percentile(ratios, 95),
-        **_compute_pair_mean(
-            "rerun_vs_cold_output_rouge_l_mean", reruns, lambda pair: _read_rerun(pair, "cold_rouge_l")
-        ),
-        **_compute_pair_mean("rerun_vs_cold_f1_mean", reruns, lambda pair: _read_rerun(pair, "cold_f1")),
-        **_compute_pair_mean("rerun_vs_cold_mean_kl_topk", reruns, lambda pair: _read_rerun(pair, "cold_kl_topk")),
+        **_measure_from_cold("rerun", reruns),
     }
 
 
-def _read_rerun(pair: ArmPair, name: str) -> float | None:
-    value: float | None = getattr(pair.rerun, name, None)
-    return value
+def _measure_from_cold(arm: str, pairs: Sequence[ArmPair]) -> dict[str, Any]:
+    """Return the mean distances of an arm's answers from the cold ones."""
+    found: dict[str, Any] = {}
+    names = {"output_rouge_l_mean": "cold_rouge_l", "f1_mean": "cold_f1", "mean_kl_topk": "cold_kl_topk"}
+    for name, attribute in names.items():
+        samples = ((getattr(getattr(pair, arm), attribute), pair.cluster) for pair in pairs)
+        found |= estimate_mean(samples).to_fields(f"{arm}_vs_cold_{name}")
+    return found
 
 
 def _count_doubts(
@@ -480,10 +477,6 @@ def _count_doubts(
         ),
         "pairs_contradicted": sum(bool(p.warm.contradictions or p.cold.contradictions) for p in both),
     }
-
-
-def _compute_pair_mean(name: str, pairs: Sequence[ArmPair], value: Callable[[ArmPair], float | None]) -> dict[str, Any]:
-    return estimate_mean((value(pair), pair.cluster) for pair in pairs).to_fields(name)
 
 
 def _drop_unknown(values: Iterable[float | None]) -> list[float]:

@@ -22,7 +22,7 @@ from semblend.errors import InputError
 
 Kind = Literal["difference", "ratio"]
 Verdict = Literal["better", "worse", "within noise", "changed", "too few sources", "identical"]
-Read = Callable[[RequestRecord], float | None]
+Read = Callable[[Any], float | None]
 
 _CONTEXT = ("manifest_sha256", "sembench_version", "engine", "engine_version", "backend_id")
 _CONFIG = ("mode", "block_size", "tokenizer", "model", "planner", "quality_threshold")
@@ -30,7 +30,7 @@ _CONFIG = ("mode", "block_size", "tokenizer", "model", "planner", "quality_thres
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A number of one request. Times are compared as ratios of geometric means, shares as differences."""
+    """A number of one request or pair. Times are compared as ratios of geometric means, shares as differences."""
 
     name: str
     read: Read
@@ -39,7 +39,7 @@ class Metric:
 
 
 def _make_field_reader(name: str) -> Read:
-    def read(record: RequestRecord) -> float | None:
+    def read(record: Any) -> float | None:
         value = getattr(record, name)
         return None if value is None else float(value)
 
@@ -47,7 +47,7 @@ def _make_field_reader(name: str) -> Read:
 
 
 def _make_share_reader(top: str, bottom: str) -> Read:
-    def read(record: RequestRecord) -> float | None:
+    def read(record: Any) -> float | None:
         part, whole = getattr(record, top), getattr(record, bottom)
         return None if part is None or not whole else part / whole
 
@@ -181,32 +181,32 @@ def _judge_change(row: Mapping[str, Any], shown: bool) -> Verdict:
     return "better" if higher == (row["better"] == "higher") else "worse"
 
 
-def _compare_metrics(pairs: Sequence[tuple[RequestRecord, RequestRecord]], *, negatives: bool = False) -> list[Any]:
+def _compare_metrics(
+    pairs: Sequence[tuple[Any, Any]],
+    metrics: Sequence[Metric] = METRICS,
+    *,
+    negatives: bool = False,
+    name_clusters: Callable[[list[Any]], list[str]] | None = None,
+) -> list[dict[str, Any]]:
+    """Return a row for each metric, over the pairs in which both sides have it."""
     found = []
-    for metric in METRICS:
-        known = [
-            (old, new, cluster)
-            for left, right in pairs
-            if (old := metric.read(left)) is not None and (new := metric.read(right)) is not None
-            for cluster in (left.cluster,)
-        ]
+    for metric in metrics:
+        known = [(old, new, left) for left, right in pairs
+                 if (old := metric.read(left)) is not None and (new := metric.read(right)) is not None]  # fmt: skip
         if known:
-            row = compare_metric(metric, [(o, n) for o, n, _ in known], [c for _, _, c in known], negatives=negatives)
+            kept = [left for _, _, left in known]
+            clusters = name_clusters(kept) if name_clusters else [left.cluster for left in kept]
+            row = compare_metric(metric, [(old, new) for old, new, _ in known], clusters, negatives=negatives)
             found += [row] if row else []
     return found
 
 
-def _compare_speedups(base: Result, new: Result) -> list[Any]:
+def _compare_speedups(base: Result, new: Result) -> list[dict[str, Any]]:
     """Compare the cold over warm TTFT of each pair, where both results have both arms."""
     left = {pair.cold.item_id: pair for pair in pair_records(base.requests) if not pair.cold.negative_control}
     right = {pair.cold.item_id: pair for pair in pair_records(new.requests)}
-    known = [
-        (old, young, left[name].cluster)
-        for name in left
-        if name in right and (old := left[name].speedup) and (young := right[name].speedup)
-    ]
-    metric = Metric("ttft_speedup", lambda _: None, "higher", "ratio")
-    return [compare_metric(metric, [(o, n) for o, n, _ in known], [c for _, _, c in known])] if known else []
+    shared = [(left[name], right[name]) for name in left if name in right]
+    return _compare_metrics(shared, [Metric("ttft_speedup", lambda pair: pair.speedup, "higher", "ratio")])
 
 
 def _index_by_item(result: Result) -> dict[str, RequestRecord]:
@@ -238,13 +238,11 @@ _LOAD_CONFIG = (
     "think_time_s",
     "isolation",
 )
-ReadRequest = Callable[[LoadRequest], float | None]
-
-LOAD_METRICS: tuple[tuple[Metric, ReadRequest], ...] = (
-    (Metric("ttft_ms", lambda _: None, "lower", "ratio"), lambda one: one.ttft_ms),
-    (Metric("tpot_ms", lambda _: None, "lower", "ratio"), lambda one: one.tpot_ms),
-    (Metric("e2el_ms", lambda _: None, "lower", "ratio"), lambda one: one.e2el_ms),
-    (Metric("failed_share", lambda _: None, "lower"), lambda one: float(not one.ok)),
+LOAD_METRICS: tuple[Metric, ...] = (
+    Metric("ttft_ms", _make_field_reader("ttft_ms"), "lower", "ratio"),
+    Metric("tpot_ms", _make_field_reader("tpot_ms"), "lower", "ratio"),
+    Metric("e2el_ms", _make_field_reader("e2el_ms"), "lower", "ratio"),
+    Metric("failed_share", lambda one: float(not one.ok), "lower"),
 )
 
 
@@ -279,23 +277,17 @@ def _compare_point(old: LoadPoint, young: LoadPoint, slo: dict[str, float]) -> d
     pairs = [(one, later[one.number]) for one in old.requests if one.number in later]
     metrics = list(LOAD_METRICS)
     if slo:
-        kept = Metric("goodput_share", lambda _: None, "higher")
-        metrics.append((kept, lambda one: float(one.ok and one.meets(slo))))
-    rows = [row for metric, read in metrics if (row := _compare_requests(metric, read, pairs))]
+        metrics.append(Metric("goodput_share", lambda one: float(one.ok and one.meets(slo)), "higher"))
     return {
         "name": old.name,
         "request_rate": old.request_rate,
         "max_concurrency": old.max_concurrency,
         "requests": len(pairs),
-        "metrics": rows,
+        "metrics": _compare_metrics(pairs, metrics, name_clusters=_name_stretches),
     }
 
 
-def _compare_requests(
-    metric: Metric, read: ReadRequest, pairs: Sequence[tuple[LoadRequest, LoadRequest]]
-) -> dict[str, Any]:
-    known = [(a, b) for old, young in pairs if (a := read(old)) is not None and (b := read(young)) is not None]
-    if not known:
-        return {}
-    stretches = [str(at * min(STRETCHES, len(known)) // len(known)) for at in range(len(known))]
-    return compare_metric(metric, known, stretches)
+def _name_stretches(requests: Sequence[LoadRequest]) -> list[str]:
+    """Return the stretch of each request; consecutive ones share it."""
+    count = len(requests)
+    return [str(at * min(STRETCHES, count) // count) for at in range(count)]

@@ -52,19 +52,22 @@ class Expectation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confirmation:
-    """The verdict on one request. ``confirmed_tokens`` is None if there was no witness of reuse."""
+    """The verdict on one request, under the names of its record.
 
-    confirmed_tokens: int | None = None
+    ``backend_confirmed_tokens`` is None if there was no witness of reuse.
+    """
+
+    backend_confirmed_tokens: int | None = None
     exact_tokens: int | None = None
     reused_tokens: int | None = None
     recomputed_tokens: int | None = None
     prefill_tokens: int | None = None
     risk: float | None = None
-    external_tokens: int | None = None
-    fuzzy_tokens: int | None = None
-    sources: tuple[str, ...] = ()
+    external_confirmed_tokens: int | None = None
+    fuzzy_confirmed_tokens: int | None = None
+    confirmation_sources: tuple[str, ...] = ()
     contradictions: tuple[str, ...] = ()
-    contaminated: bool | None = None
+    flush_contaminated: bool | None = None
 
 
 def confirm(answer: ServerAnswer, expected: Expectation, delta: CounterDelta | None = None) -> Confirmation:
@@ -96,20 +99,21 @@ def confirm(answer: ServerAnswer, expected: Expectation, delta: CounterDelta | N
         *_check_against_counters("usage object", answer.cached_semantic, counters),
         *_check_against_expectation(statements, exact, answer, expected),
     ]
+    external = int(counters.external) if counters.external is not None and counters.believable else None
     cached = max(exact or 0, answer.cached_tokens or 0, *(statements.values() or (0,)))
     known = exact is not None or answer.cached_tokens is not None or bool(statements)
     return Confirmation(
-        confirmed_tokens=_decide_confirmed(statements.values(), exact, answer.cached_tokens, expected),
+        backend_confirmed_tokens=_decide_confirmed(statements.values(), exact, answer.cached_tokens, expected),
         exact_tokens=exact,
         reused_tokens=parts["reused"],
         recomputed_tokens=parts["recomputed"],
         prefill_tokens=parts["prefill"],
         risk=read_float(receipt.get("risk")),
-        external_tokens=None if counters.external is None or not counters.believable else int(counters.external),
-        fuzzy_tokens=answer.cached_semantic,
-        sources=_list_sources(statements, answer),
+        external_confirmed_tokens=external,
+        fuzzy_confirmed_tokens=answer.cached_semantic,
+        confirmation_sources=_list_sources(statements, answer),
         contradictions=tuple(contradictions),
-        contaminated=(cached > 0 if known else None) if expected.must_be_cold else None,
+        flush_contaminated=(cached > 0 if known else None) if expected.must_be_cold else None,
     )
 
 

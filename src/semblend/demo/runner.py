@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from semblend.confirm.receipt import Receipt
-from semblend.demo.workloads import Chat, Dialogue, Encodes, Workload
+from semblend.demo.workloads import Chat, Dialogue, Workload
 from semblend.engine.core.engine import Engine
 from semblend.engine.model.model import DecoderModel
+from semblend.engine.model.tokenizer import ModelTokenizer
 from semblend.errors import SemBlendError
 from semblend.materialize.gate.thresholds import next_token_kl
 from semblend.prompt import Prompt
@@ -132,7 +133,7 @@ class Demo:
     def __init__(
         self,
         engine: Engine,
-        tokenizer: Encodes,
+        tokenizer: ModelTokenizer,
         *,
         repeats: int = 1,
         patience_s: float = math.inf,

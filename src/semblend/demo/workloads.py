@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from importlib import resources
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from semblend.config import SemBlendConfig
 from semblend.errors import InputError
@@ -17,6 +17,9 @@ from semblend.plan.reuse_plan import ReusePlan
 from semblend.prompt import Namespace, Prompt, TokenArray
 from semblend.span import Span
 from semblend.text.logs import LoggedPrompt
+
+if TYPE_CHECKING:
+    from semblend.engine.model.tokenizer import ModelTokenizer
 
 Chat = tuple[dict[str, str], ...]
 SHORT_WORDS, LONG_WORDS = 700, 2900  # about 1,000 and 4,000 tokens
@@ -216,13 +219,7 @@ MIN_TOKENS = 32
 _CONFIG = SemBlendConfig(embedder="none", metrics=False)
 
 
-class Encodes(Protocol):
-    """What the demo needs of a tokenizer."""
-
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> Sequence[int]: ...
-
-
-def prompts_of_workloads(workloads: Iterable[Workload], tokenizer: Encodes) -> Iterator[CalibrationPrompt]:
+def prompts_of_workloads(workloads: Iterable[Workload], tokenizer: ModelTokenizer) -> Iterator[CalibrationPrompt]:
     """The demo's own prompts."""
     for workload in workloads:
         with SemBlend(_CONFIG) as library:

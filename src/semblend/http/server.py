@@ -138,7 +138,7 @@ class Drain:
     def __init__(self) -> None:
         self.has_begun = False
         self.has_ended = False
-        self._running: set[asyncio.Task[object]] = set()
+        self.tasks: set[asyncio.Task[object]] = set()
 
     def begin(self) -> None:
         self.has_begun = True
@@ -146,18 +146,8 @@ class Drain:
     def end(self) -> None:
         """Interrupt every request; each tells its client so (see `DrainRequests`)."""
         self.has_begun = self.has_ended = True
-        for task in self._running:
+        for task in self.tasks:
             task.cancel()
-
-    @property
-    def running(self) -> int:
-        return len(self._running)
-
-    def add(self, task: asyncio.Task[object]) -> None:
-        self._running.add(task)
-
-    def discard(self, task: asyncio.Task[object]) -> None:
-        self._running.discard(task)
 
 
 class DrainRequests:
@@ -180,7 +170,7 @@ class DrainRequests:
         if self._drain.has_begun or task is None:
             await reply.end_with(STOPPING)
             return
-        self._drain.add(task)
+        self._drain.tasks.add(task)
         try:
             await self._app(scope, receive, reply.send)
         except asyncio.CancelledError:
@@ -190,7 +180,7 @@ class DrainRequests:
             with suppress(asyncio.CancelledError):  # the server waits no longer for a client that does not read
                 await reply.end_with(STOPPING)
         finally:
-            self._drain.discard(task)
+            self._drain.tasks.discard(task)
 
 
 class _Reply:

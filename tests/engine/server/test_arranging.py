@@ -21,10 +21,10 @@ from semblend.config import SemBlendConfig
 from semblend.engine.core.assemble import assemble
 from semblend.engine.core.config import EngineConfig
 from semblend.engine.server.local_engine import LocalEngine
+from semblend.engine.server.service import PromptArranger
 from semblend.engine.server.tenants import Tenants
 from semblend.facade import SemBlend
 from semblend.prompt import Namespace
-from semblend.wire.arranging import PromptArranger
 from semblend.wire.chat import ChatRequest
 from tests.fakes.fake_engine import FakeEngine
 
@@ -189,7 +189,7 @@ def test_a_donor_that_the_engine_evicts_takes_its_order_along(client):
 
 
 def test_requests_are_followed_up_to_a_bound(monkeypatch):
-    monkeypatch.setattr("semblend.wire.arranging.MAX_FOLLOWED", 10)
+    monkeypatch.setattr("semblend.engine.server.service.MAX_FOLLOWED", 10)
     arranging = PromptArranger(Arranger())
     for number in range(8):
         arranging.record(f"r{number}", [arranging.arranger.arrange([f"a{number}", "b", "c"])])

@@ -17,7 +17,8 @@ from semantickv.apps.gateway import Gateway
 from semantickv.settings import EdgeSettings
 from semantickv.telemetry import trace_log
 from semantickv.telemetry.metrics import EDGE_METRICS
-from semantickv.telemetry.trace_log import TraceJob, TraceLog, TraceOptions
+from semantickv.telemetry.trace_log import TraceLog, TraceOptions
+from semantickv.traces.collection import TraceJob
 from semblend.errors import ConfigError
 from tests.fakes.scripted_engine import ScriptedEngine, answer_json, die_after, hang, send_raw, stream
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -135,7 +136,7 @@ TEXT = " ".join(f"word{number}" for number in range(400))
 
 
 def replay(planner, case, *others):
-    with ReplayStore(make_planner_factory(planner, PlannerOptions())(), StableTokenizer(), 16) as store:
+    with closing(ReplayStore(make_planner_factory(planner, PlannerOptions())(), StableTokenizer(), 16)) as store:
         for name, text in others:
             store.add(name, text)
         for donor in case.donor_prompts:
@@ -183,14 +184,14 @@ def test_one_donor_only_when_several_are_switched_off():
     case = Case("i", "d", "s", "t", (DonorPrompt("a", TEXT[:half]), DonorPrompt("b", "x " + TEXT[half:])), TEXT)
     for several in (True, False):
         planner = make_planner_factory("ours", PlannerOptions(multi_donor=several))()
-        with ReplayStore(planner, StableTokenizer(), 16) as store:
+        with closing(ReplayStore(planner, StableTokenizer(), 16)) as store:
             for donor in case.donor_prompts:
                 store.add(donor.donor_id, donor.text)
             assert len(store.replay(case, "single").donor_ids) == (2 if several else 1)
 
 
 def test_one_name_for_two_texts_keeps_both():
-    with ReplayStore(make_planner_factory("ours", PlannerOptions())(), StableTokenizer(), 16) as store:
+    with closing(ReplayStore(make_planner_factory("ours", PlannerOptions())(), StableTokenizer(), 16)) as store:
         assert store.add("donor", TEXT, "first")
         assert not store.add("donor", TEXT, "second")
         assert store.add("donor", TEXT.replace("word", "term"), "third")

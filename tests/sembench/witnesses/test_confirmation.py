@@ -40,11 +40,11 @@ def moved(reused: int, requests: int = 1) -> CounterDelta:
 
 def test_witnesses_that_agree_confirm_what_is_beyond_the_exact_prefix():
     found = confirm(answer(), Expectation(donor_tokens=400, shared=0.8), moved(300))
-    assert found.confirmed_tokens == 300
+    assert found.backend_confirmed_tokens == 300
     assert found.exact_tokens == 16
-    assert found.sources == ("receipt", "usage", "prometheus")
+    assert found.confirmation_sources == ("receipt", "usage", "prometheus")
     assert found.contradictions == ()
-    assert found.contaminated is None
+    assert found.flush_contaminated is None
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_receipt_for_a_caller_confirms_without_naming_donors():
     told = answer()
     shown = {name: value for name, value in told.receipt.items() if name != "donors"}
     found = confirm(replace(told, receipt=shown), Expectation(donor_tokens=400, shared=0.8), moved(300))
-    assert found.confirmed_tokens == 300
+    assert found.backend_confirmed_tokens == 300
     assert found.contradictions == ()
 
 
@@ -87,46 +87,50 @@ def test_an_engine_that_fills_gaps_itself_may_count_them_as_cached():
 
 
 def test_what_flatters_least_counts():
-    assert confirm(answer(), Expectation(), moved(0)).confirmed_tokens == 0
-    assert confirm(answer(cached=10), Expectation()).confirmed_tokens == 10
-    assert confirm(answer(), Expectation(may_reuse=False), moved(0)).confirmed_tokens == 300
-    assert confirm(answer(reused=0), Expectation(may_reuse=False), moved(50)).confirmed_tokens == 50
+    assert confirm(answer(), Expectation(), moved(0)).backend_confirmed_tokens == 0
+    assert confirm(answer(cached=10), Expectation()).backend_confirmed_tokens == 10
+    assert confirm(answer(), Expectation(may_reuse=False), moved(0)).backend_confirmed_tokens == 300
+    assert confirm(answer(reused=0), Expectation(may_reuse=False), moved(50)).backend_confirmed_tokens == 50
 
 
 @given(st.integers(0, 400), st.integers(0, 400))
 def test_a_permitted_reuse_never_exceeds_any_witness(receipt, counters):
     found = confirm(answer(receipt, exact=0), Expectation(), moved(counters))
-    assert found.confirmed_tokens == min(receipt, counters)
+    assert found.backend_confirmed_tokens == min(receipt, counters)
     assert bool(found.contradictions) == (receipt != counters)
 
 
 def test_silence_is_not_zero():
     found = confirm(ServerAnswer(prompt_tokens=500, ttft_ms=1.0), Expectation())
-    assert found.confirmed_tokens is None
-    assert found.sources == ()
-    assert confirm(ServerAnswer(prompt_tokens=500, cached_tokens=0), Expectation()).confirmed_tokens == 0
+    assert found.backend_confirmed_tokens is None
+    assert found.confirmation_sources == ()
+    assert confirm(ServerAnswer(prompt_tokens=500, cached_tokens=0), Expectation()).backend_confirmed_tokens == 0
     # a plain prefix cache says how much it had, and nothing about semantic reuse
     plain = confirm(ServerAnswer(prompt_tokens=500, cached_tokens=480), Expectation())
-    assert (plain.confirmed_tokens, plain.exact_tokens, plain.sources) == (None, 480, ("usage",))
+    assert (plain.backend_confirmed_tokens, plain.exact_tokens, plain.confirmation_sources) == (None, 480, ("usage",))
 
 
 def test_time_confirms_nothing():
     fast = confirm(ServerAnswer(prompt_tokens=500, cached_tokens=0, ttft_ms=0.1), Expectation())
-    assert fast.confirmed_tokens == 0
+    assert fast.backend_confirmed_tokens == 0
 
 
 def test_counters_that_others_moved_too_are_no_witness():
     found = confirm(answer(), Expectation(), moved(900, requests=3))
-    assert found.sources == ("receipt", "usage")
+    assert found.confirmation_sources == ("receipt", "usage")
     assert found.contradictions == ()
-    assert "prometheus" not in confirm(answer(), Expectation(alone=False), moved(300)).sources
+    assert "prometheus" not in confirm(answer(), Expectation(alone=False), moved(300)).confirmation_sources
 
 
 def test_a_connectors_hits_are_read_where_the_engine_has_no_receipt():
     names = "vllm:external_prefix_cache_hits_total {}\nvllm:request_success_total {}\n"
     delta = CounterDelta(parse_samples(names.format(10, 1)), parse_samples(names.format(138, 2)))
     found = confirm(ServerAnswer(prompt_tokens=500, cached_tokens=128), Expectation(), delta)
-    assert (found.confirmed_tokens, found.external_tokens, found.sources) == (128, 128, ("usage", "prometheus"))
+    assert (found.backend_confirmed_tokens, found.external_confirmed_tokens, found.confirmation_sources) == (
+        128,
+        128,
+        ("usage", "prometheus"),
+    )
 
 
 def test_what_texts_share_is_an_upper_bound_of_reuse():
@@ -144,7 +148,7 @@ def test_a_restarted_server_is_noticed():
     delta = CounterDelta(parse_samples("a_total 5"), parse_samples("a_total 1"))
     assert delta.reset_detected
     assert delta.compute_rise("a") is None
-    assert confirm(answer(), Expectation(), CounterDelta(moved(0).after, moved(0).before)).sources == (
+    assert confirm(answer(), Expectation(), CounterDelta(moved(0).after, moved(0).before)).confirmation_sources == (
         "receipt",
         "usage",
     )

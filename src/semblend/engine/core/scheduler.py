@@ -37,13 +37,12 @@ from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
 from semblend.engine.core.config import PATIENCE, EngineConfig
 from semblend.engine.core.radix import RadixCache
 from semblend.engine.core.sequence import QueueFull, Sequence
 from semblend.engine.model.paged_kv import KvPool
 from semblend.fairness import FairClock, TenantLine, may_start
+from semblend.prompt import count_common_prefix
 
 MIN_WORK = 8.0
 """Rows of a step's prompts, at least, however slow they are: prompts get on beside answers."""
@@ -385,7 +384,11 @@ class Scheduler:
         if sequence.namespace.digest != ahead.namespace.digest:
             return False
         size = self._pool.block_tokens
-        usable = min(_count_common_prefix(sequence, ahead), len(sequence.tokens) - 1) // size * size
+        usable = (
+            min(count_common_prefix(sequence.prompt.token_ids, ahead.prompt.token_ids), len(sequence.tokens) - 1)
+            // size
+            * size
+        )
         if 2 * usable < len(sequence.tokens):  # cheap, and most pairs end here
             return False
         known = len(self._radix.match(sequence.namespace.digest, sequence.tokens[:-1])) * size
@@ -449,10 +452,3 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         self._pool.free(sequence.blocks)
         sequence.drop_kv()
-
-
-def _count_common_prefix(one: Sequence, other: Sequence) -> int:
-    """How many tokens two prompts begin with alike."""
-    length = min(one.prompt_tokens, other.prompt_tokens)
-    differ = np.flatnonzero(one.prompt.token_ids[:length] != other.prompt.token_ids[:length])
-    return int(differ[0]) if len(differ) else length

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -37,14 +36,11 @@ def choose_threads(now: int, waiting: float) -> int:
     return max(1, now - max(1, round(waiting))) if waiting > MUCH_WAITING else now
 
 
-class ReadsWaiting(Protocol):
-    """Tells for how many cores our threads have waited since it was last asked; None where the system does not tell."""
-
-    def read(self) -> float | None: ...
-
-
 class ProcWaiting:
-    """`ReadsWaiting` of Linux."""
+    """Tells for how many cores our threads have waited since it was last asked; None where the system does not tell.
+
+    Linux does.
+    """
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc = proc
@@ -74,7 +70,7 @@ class ThreadGovernor:
     def __init__(
         self,
         most: int,
-        waiting: ReadsWaiting | None = None,
+        waiting: ProcWaiting | None = None,
         set_threads: Callable[[int], None] = torch.set_num_threads,
     ) -> None:
         self.threads = self.most = max(1, most)

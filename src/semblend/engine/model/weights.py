@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,18 +45,6 @@ class Weights:
     layers: tuple[LayerWeights, ...]
     norm: Tensor
     head: Tensor
-
-
-class TensorSource(Protocol):
-    """Tensors by the names that ``transformers`` gives them."""
-
-    @property
-    def where(self) -> str:
-        """The file or folder, for error messages."""
-
-    def has(self, name: str) -> bool: ...
-
-    def read(self, name: str) -> Tensor: ...
 
 
 def load_weights(path: str | Path, device: str | torch.device, dtype: torch.dtype | None) -> tuple[ModelSpec, Weights]:
@@ -102,7 +90,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class SafetensorsFolder:
-    """One or many safetensors files of a folder, opened together."""
+    """One or many safetensors files of a folder, opened together; ``where`` is named in errors."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -159,7 +147,9 @@ def _open_safetensors(path: Path) -> Any:
         raise InputError(f"{path} is not a whole safetensors file: {error}", hint=INCOMPLETE) from None
 
 
-def build_weights(spec: ModelSpec, source: TensorSource, device: str | torch.device, dtype: torch.dtype) -> Weights:
+def build_weights(
+    spec: ModelSpec, source: SafetensorsFolder | GgufTensors, device: str | torch.device, dtype: torch.dtype
+) -> Weights:
     """Read every tensor that the spec calls for, check its shape, fuse and convert."""
     reader = _Reader(spec, source, device, dtype)
     embedding = reader.get("model.embed_tokens.weight", spec.vocab, spec.hidden)
@@ -173,7 +163,7 @@ def build_weights(spec: ModelSpec, source: TensorSource, device: str | torch.dev
 @dataclass(frozen=True, slots=True)
 class _Reader:
     spec: ModelSpec
-    source: TensorSource
+    source: SafetensorsFolder | GgufTensors
     device: str | torch.device
     dtype: torch.dtype
 

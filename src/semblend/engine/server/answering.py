@@ -23,13 +23,12 @@ from starlette.types import Message, Receive, Scope, Send
 
 from semblend.arrange.arranger import CHARS_PER_TOKEN
 from semblend.engine.server.dashboard import LiveRequest
-from semblend.engine.server.service import ParsedBody, Service, read_digits
+from semblend.engine.server.service import ArrangedChat, ParsedBody, Service, read_digits
 from semblend.engine.server.serving import merge
 from semblend.engine.server.tenants import Identity
 from semblend.prompt import Prompt
 from semblend.text.token_budget import TokenBudget, TooManyTokensError
 from semblend.wire.answer import Answer, Chunk, FinishReason, Head, Spent
-from semblend.wire.arranging import ArrangedChat
 from semblend.wire.body import SMALL_BODY_BYTES
 from semblend.wire.chat import ChatReply, ChatRequest
 from semblend.wire.completions import CompletionReply, CompletionRequest

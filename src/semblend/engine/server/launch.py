@@ -110,14 +110,12 @@ class Launch:
         try:
             semblend.warm_up()
             model.warm_up()
-            return self._put_together(model, tokenizer, semblend, gate or self.gate.thresholds)
+            return self._assemble(model, tokenizer, semblend, gate or self.gate.thresholds)
         except BaseException:
             semblend.close()
             raise
 
-    def _put_together(
-        self, model: DecoderModel, tokenizer: Detokenizer, semblend: SemBlend, gate: Thresholds
-    ) -> Engine:
+    def _assemble(self, model: DecoderModel, tokenizer: Detokenizer, semblend: SemBlend, gate: Thresholds) -> Engine:
         config, library = self.config, semblend.config
         shared = (
             open_directory(config.donor_directory, model, bits=config.donor_bits) if config.donor_directory else None

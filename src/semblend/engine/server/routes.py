@@ -49,13 +49,12 @@ from semblend.engine.server.config import ServeConfig
 from semblend.engine.server.dashboard import LiveBoard
 from semblend.engine.server.exposition import CONTENT_TYPE, write_metrics, write_tenant_metrics
 from semblend.engine.server.openapi import write_document
-from semblend.engine.server.service import TENANT, Service, read_digits
+from semblend.engine.server.service import TENANT, PromptArranger, Service, read_digits
 from semblend.engine.server.serving import ServingEngine
 from semblend.engine.server.tenants import Identity
 from semblend.http.connections import Deadlines
 from semblend.http.server import Drain, DrainRequests, HttpServer, ServerLimits, listen
 from semblend.web.site import HEADERS, build_dashboard
-from semblend.wire.arranging import PromptArranger
 from semblend.wire.errors import ApiError, as_api_error
 
 log = logging.getLogger("semblend.server")

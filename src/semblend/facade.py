@@ -28,7 +28,8 @@ from semblend.discover.store import DonorStore, StoreStats
 from semblend.errors import InputError, SemBlendError, StoreError
 from semblend.explanation import Explanation, explain
 from semblend.fingerprint.embedder import make_embedder
-from semblend.fingerprint.hashes import DEFAULT_SCHEME, Fingerprinter, HashScheme
+from semblend.fingerprint.fingerprinter import Fingerprinter
+from semblend.fingerprint.hashes import DEFAULT_SCHEME, HashScheme
 from semblend.name_clash import refuse_foreign_distribution
 from semblend.pipeline import NOTHING_ALIGNED, LookupTrace, Pipeline
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan, Similar

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from semblend.align.aligner import Aligner, Alignment
 from semblend.config import SemBlendConfig
 from semblend.discover.store import DonorStore
-from semblend.fingerprint.hashes import Fingerprinter
+from semblend.fingerprint.fingerprinter import Fingerprinter
 from semblend.plan.cost import CostModel
 from semblend.plan.planner import Planner
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan

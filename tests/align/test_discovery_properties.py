@@ -12,7 +12,8 @@ from worlds import assert_token_equal, covered, in_shared_runs, spans_of
 from semblend import Decline, Namespace, Prompt, ReusePlan, SemBlend, SemBlendConfig
 from semblend.align.aligner import Aligner
 from semblend.discover.store import DonorStore
-from semblend.fingerprint.hashes import DEFAULT_SCHEME, Fingerprinter, HashScheme
+from semblend.fingerprint.fingerprinter import Fingerprinter
+from semblend.fingerprint.hashes import DEFAULT_SCHEME, HashScheme
 from semblend.prompt import TokenArray
 
 CONFIG = SemBlendConfig(embedder="none", metrics=False, max_bytes=1 << 22)

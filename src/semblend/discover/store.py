@@ -29,7 +29,7 @@ from semblend.discover.slots import (
 from semblend.errors import CapacityError
 from semblend.eviction.policy import guard_policy, make_policy
 from semblend.fairness import EvictionOrder
-from semblend.fingerprint.hashes import Fingerprint
+from semblend.fingerprint.fingerprinter import Fingerprint
 from semblend.prompt import Namespace, Prompt, TokenArray
 
 POSTINGS_PER_TOKEN = 0.14  # measured 0.111 on random tokens, less on repetitive text; the rest is headroom

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from semblend.prompt import Prompt, TokenArray
+from semblend.prompt import TokenArray
 
 HashArray = npt.NDArray[np.uint64]
 PositionArray = npt.NDArray[np.int64]
@@ -81,28 +81,3 @@ def select_minimizers(tokens: TokenArray, scheme: HashScheme = DEFAULT_SCHEME) -
     rightmost = width - 1 - np.argmin(windows[:, ::-1], axis=1)
     positions = np.unique(np.arange(len(windows)) + rightmost)
     return positions, hashes[positions]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Fingerprint:
-    """The seeds of a prompt: their positions and their hashes."""
-
-    positions: PositionArray
-    hashes: HashArray
-
-    def __len__(self) -> int:
-        return len(self.positions)
-
-
-class Fingerprinter:
-    """Selects the seeds of prompts by one `HashScheme`."""
-
-    def __init__(self, scheme: HashScheme = DEFAULT_SCHEME) -> None:
-        from semblend.fingerprint import kernels
-
-        self.scheme = scheme
-        self._minimizers = kernels.select_minimizers
-
-    def fingerprint(self, prompt: Prompt) -> Fingerprint:
-        """Select the seeds of a prompt."""
-        return Fingerprint(*self._minimizers(prompt.token_ids, self.scheme))

@@ -336,12 +336,39 @@ def list_cards(listed: Any) -> list[str]:
     return [str(card.get("id")) for card in cards]
 
 
-def measure_times(exchange: Exchange, has_text: Callable[[JsonObject], bool]) -> tuple[float | None, tuple[float, ...]]:
-    """Return the time to the first event with text and the gaps between such events, in milliseconds."""
+def _build_answer(
+    exchange: Exchange,
+    call: PromptCall,
+    has_text: Callable[[JsonObject], bool],
+    *,
+    receipt: JsonObject,
+    server_id: Any,
+    counts: Mapping[str, JsonObject],
+    **own: Any,
+) -> ServerAnswer:
+    """Return an answer with what both APIs have in common; ``own`` is read from the API's own fields.
+
+    The first token is the first event with text. ``counts`` are the objects whose counts are checked.
+    """
     times = [at for event, at in zip(exchange.events, exchange.arrivals_ms, strict=True) if has_text(event)]
-    if not times:
-        return None, ()
-    return times[0], tuple(later - earlier for earlier, later in pairwise(times))
+    names = (call.request_id, exchange.headers.get("x-request-id"), server_id, receipt.get("request_id"))
+    parts = {**counts, "receipt": receipt}
+    return ServerAnswer(
+        ttft_ms=times[0] if times else None,
+        latency_ms=exchange.latency_ms,
+        inter_token_ms=tuple(later - earlier for earlier, later in pairwise(times)),
+        receipt=receipt or None,
+        ids=tuple(dict.fromkeys(name for name in map(read_text, names) if name)),
+        malformed=tuple(line for name, part in parts.items() for line in find_bad_counts(part, name)),
+        route=read_route(exchange.headers),
+        error=exchange.error or (None if exchange.events else "an empty answer"),
+        connection_failed=exchange.connection_failed,
+        **own,
+    )
+
+
+def _read_object(value: Any) -> JsonObject:
+    return value if isinstance(value, dict) else {}
 
 
 def read_route(headers: Mapping[str, str]) -> Route:
@@ -396,16 +423,6 @@ def read_logprob(value: Any) -> float:
     """Return a log-probability; what is no finite number counts as impossible, which agrees with no other answer."""
     number = read_float(value)
     return IMPOSSIBLE_LOGPROB if number is None else number
-
-
-def list_malformed(**parts: JsonObject | None) -> tuple[str, ...]:
-    """Return one line for each count in these parts of an answer that is no count."""
-    return tuple(line for name, part in parts.items() for line in find_bad_counts(part or {}, name))
-
-
-def collect_ids(*names: Any) -> tuple[str, ...]:
-    """Return the names of a request, each once, in order; what is no text is left out."""
-    return tuple(dict.fromkeys(name for name in map(read_text, names) if name))
 
 
 # -- OpenAI's API ----------------------------------------------------------------------------------------------------
@@ -473,19 +490,19 @@ def build_chat_body(call: PromptCall, model: str) -> JsonObject:
 
 
 def build_chat_answer(exchange: Exchange, call: PromptCall) -> ServerAnswer:
-    ttft, gaps = measure_times(exchange, lambda event: bool(_extract_text(event)))
     usage = _find_last(exchange.events, "usage")
-    details = usage.get("prompt_tokens_details")
-    details = details if isinstance(details, dict) else {}
-    receipt = _find_chat_receipt(exchange.events)
+    details = _read_object(usage.get("prompt_tokens_details"))
     timings = _find_last(exchange.events, "timings") or _find_last(exchange.events, "metrics")
     logprobs = [row for event in exchange.events for row in _extract_logprobs(event)]
     finish = [choice.get("finish_reason") for event in exchange.events for choice in _list_choices(event)]
-    return ServerAnswer(
+    return _build_answer(
+        exchange,
+        call,
+        lambda event: bool(_extract_text(event)),
+        receipt=_find_chat_receipt(exchange.events),
+        server_id=exchange.events[0].get("id") if exchange.events else None,
+        counts={"usage": usage, "details": details},
         text="".join(_extract_text(event) for event in exchange.events),
-        ttft_ms=ttft,
-        latency_ms=exchange.latency_ms,
-        inter_token_ms=gaps,
         prompt_tokens=read_count(usage.get("prompt_tokens")),
         output_tokens=read_count(usage.get("completion_tokens")),
         tokens=tuple(str(row.get("token")) for row in logprobs),
@@ -495,22 +512,11 @@ def build_chat_answer(exchange: Exchange, call: PromptCall) -> ServerAnswer:
             for row in logprobs
         ),
         finish_reason=next((str(one) for one in reversed(finish) if one), None),
-        receipt=receipt or None,
         cached_tokens=read_count(details.get("cached_tokens")),
         cached_exact=read_count(details.get("exact_tokens")),
         cached_semantic=read_count(details.get("semantic_tokens", details.get("fuzzy_tokens"))),
         engine_ttft_ms=convert_to_ms(timings.get("time_to_first_token")),
         queue_time_ms=convert_to_ms(timings.get("queue_time")),
-        ids=collect_ids(
-            call.request_id,
-            exchange.headers.get("x-request-id"),
-            exchange.events[0].get("id") if exchange.events else None,
-            receipt.get("request_id"),
-        ),
-        malformed=list_malformed(usage=usage, details=details, receipt=receipt),
-        route=read_route(exchange.headers),
-        error=exchange.error or (None if exchange.events else "an empty answer"),
-        connection_failed=exchange.connection_failed,
     )
 
 
@@ -598,21 +604,19 @@ def build_generate_body(call: PromptCall) -> JsonObject:
 
 def build_generate_answer(exchange: Exchange, call: PromptCall) -> ServerAnswer:
     """Return the answer. SGLang repeats the whole text in each event, so the last event has everything."""
-    ttft, gaps = measure_times(exchange, lambda event: bool(event.get("text") or event.get("output_ids")))
     last: JsonObject = exchange.events[-1] if exchange.events else {}
-    meta = last.get("meta_info")
-    meta = meta if isinstance(meta, dict) else {}
-    details = meta.get("cached_tokens_details")
-    details = details if isinstance(details, dict) else {}
-    receipt = _find_generate_receipt(last.get("semblend"), meta.get("semblend"))
-    positions = meta.get("output_top_logprobs")
-    finish = meta.get("finish_reason")
+    meta = _read_object(last.get("meta_info"))
+    details = _read_object(meta.get("cached_tokens_details"))
+    positions, finish = meta.get("output_top_logprobs"), meta.get("finish_reason")
     drawn = _read_rows(meta.get("output_token_logprobs"))
-    return ServerAnswer(
+    return _build_answer(
+        exchange,
+        call,
+        lambda event: bool(event.get("text") or event.get("output_ids")),
+        receipt=_find_generate_receipt(last.get("semblend"), meta.get("semblend")),
+        server_id=meta.get("id"),
+        counts={"meta_info": meta, "details": details},
         text=str(last.get("text") or ""),
-        ttft_ms=ttft,
-        latency_ms=exchange.latency_ms,
-        inter_token_ms=gaps,
         prompt_tokens=read_count(meta.get("prompt_tokens")),
         output_tokens=read_count(meta.get("completion_tokens")),
         token_ids=_read_ids(last.get("output_ids")) or _read_ids([row[1] for row in drawn]),
@@ -623,18 +627,10 @@ def build_generate_answer(exchange: Exchange, call: PromptCall) -> ServerAnswer:
             for position in (positions if isinstance(positions, list) else ())
         ),
         finish_reason=read_text(finish.get("type") if isinstance(finish, dict) else finish),
-        receipt=receipt or None,
         cached_tokens=read_count(meta.get("cached_tokens")),
         cached_exact=read_count(details.get("exact", details.get("device"))),
         cached_semantic=read_count(details.get("fuzzy")),
         queue_time_ms=convert_to_ms(meta.get("queue_time")),
-        ids=collect_ids(
-            call.request_id, exchange.headers.get("x-request-id"), meta.get("id"), receipt.get("request_id")
-        ),
-        malformed=list_malformed(meta_info=meta, details=details, receipt=receipt),
-        route=read_route(exchange.headers),
-        error=exchange.error or (None if exchange.events else "an empty answer"),
-        connection_failed=exchange.connection_failed,
     )
 
 

@@ -23,7 +23,6 @@ from semblend._version import __version__
 from semblend.errors import InputError
 
 # -- who ran what, where and with which code -------------------------------------------------------------------------
-# Describes a run: who ran what, where and with which code.
 
 
 def get_utc_time() -> str:
@@ -96,10 +95,6 @@ def _run_git(folder: Path, *words: str) -> str:
 
 
 # -- a result of single requests -------------------------------------------------------------------------------------
-# The result file (``sembench.result.v2``): one record for each request, and what follows from them.
-#
-# A field that nobody observed is None, in Python and in JSON: null is not zero. Files of the first version read as
-# well; their missing fields are None.
 
 RESULT_VERSION = "sembench.result.v2"
 READABLE_VERSIONS = ("sembench.result.v1", RESULT_VERSION)

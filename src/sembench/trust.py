@@ -402,8 +402,6 @@ def _find_logged(record: RequestRecord, logged: Mapping[str, int]) -> int | None
 
 
 # -- what the requests give away -------------------------------------------------------------------------------------
-# What the requests themselves give away: leaks, claims on negatives, speed without reuse, reuse without speed.
-#
 # Times are judged by rank, not by size, so that one slow request decides nothing. Of three arms in random order each is
 # the fastest in a third of the cases if they do the same work; more than that by luck has a probability.
 
@@ -537,7 +535,6 @@ def _find_missing(records: Sequence[RequestRecord], pairs: Sequence[ArmPair]) ->
 
 
 # -- all of it -------------------------------------------------------------------------------------------------------
-# Examines a result with all evidence that came with it: what is believed of it, and why not the rest.
 
 
 @dataclass(frozen=True, slots=True)
@@ -582,7 +579,6 @@ def is_live(result: Result) -> bool:
 
 
 # -- load results ----------------------------------------------------------------------------------------------------
-# Is a load result what was measured? Its digest, its summaries, and numbers that a request can have at all.
 
 
 def examine_load(result: LoadResult) -> list[Finding]:

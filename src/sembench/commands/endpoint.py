@@ -18,7 +18,7 @@ from sembench.backends import (
     open_client,
     verify_model,
 )
-from sembench.commands.live import parse_keys, parse_non_negative, parse_positive
+from sembench.commands.live import API_KEY, parse_keys, parse_non_negative, parse_positive
 from sembench.files import make_folder_of, write_json
 from sembench.manifests.cases import Case, choose_cases
 from sembench.result import get_utc_time
@@ -49,13 +49,7 @@ def add_server_flags(parser: argparse.ArgumentParser, *, default: str, names: Se
         help="API of the server: SGLang's own, or OpenAI's (gateway)",
     )
     flag(*names, required=True, metavar="URL", help="address of the server, such as http://127.0.0.1:8000")
-    flag(
-        "--api-key",
-        action="append",
-        default=[],
-        metavar="[TENANT=]KEY",
-        help="API key, of one tenant or of all; @FILE reads it from a file",
-    )
+    flag("--api-key", **API_KEY)
 
 
 def make_backend(args: argparse.Namespace, client: ClientSession, model: str, **own: Any) -> ServerBackend:

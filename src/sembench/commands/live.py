@@ -50,6 +50,12 @@ def add(commands: Commands) -> None:
 
 # -- flags that they share -------------------------------------------------------------------------------------------
 
+API_KEY: dict[str, Any] = {
+    "action": "append",
+    "default": [],
+    "metavar": "[TENANT=]KEY",
+    "help": "API key, of one tenant or of all; @FILE reads it from a file",
+}
 SECRET = ("api_key", "admin_key", "judge_api_key")
 NOT_CONFIG = (*SECRET, "run", "command", "debug", "manifest", "output", "resume", "quiet")
 
@@ -173,13 +179,7 @@ def add_confirmation_flags(parser: argparse.ArgumentParser) -> None:
         help="refuse an engine whose command switches off what the baseline needs, such as prefix caching",
     )
     keys = parser.add_argument_group("keys and judge").add_argument
-    keys(
-        "--api-key",
-        action="append",
-        default=[],
-        metavar="[TENANT=]KEY",
-        help="API key, of one tenant or of all; @FILE reads it from a file",
-    )
+    keys("--api-key", **API_KEY)
     keys("--admin-key", default="", metavar="KEY", help="key for flushing and metrics; @FILE reads it from a file")
     keys("--judge-url", default="", metavar="URL", help="an OpenAI endpoint that judges the answers")
     keys("--judge-model", default="", metavar="NAME", help="model of that endpoint")

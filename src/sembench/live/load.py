@@ -27,8 +27,6 @@ from semblend.cli.output import say
 from semblend.errors import InputError
 
 # -- arrivals --------------------------------------------------------------------------------------------------------
-# When requests arrive: drawn from a random process, or taken from a trace.
-#
 # The loop is open: a request is sent at its time, whether or not earlier ones were answered. A closed loop, where the
 # next request waits for the last answer, hides the queue in front of a slow server.
 
@@ -145,8 +143,6 @@ def _make_words(block: int) -> Iterator[str]:
 
 
 # -- requests at their times -----------------------------------------------------------------------------------------
-# Load: send requests at their times, or the turns of conversations one after the other.
-#
 # Times start at the moment a request was due, so waiting for a free slot under ``max_concurrency`` counts. The first
 # turn of a conversation is due at its time, whatever else is under way; the next one a think time after the answer
 # before it.

@@ -26,7 +26,6 @@ from semblend.cli.output import say
 from semblend.errors import InputError, SemBlendError
 
 # -- settings --------------------------------------------------------------------------------------------------------
-# The settings of a live run.
 
 PAIRED_ARMS = ("cold", "warm", "rerun")
 COLD_ARMS = frozenset({"cold", "rerun"})
@@ -195,7 +194,6 @@ def _parse_object(line: str) -> dict[str, Any] | None:
 
 
 # -- records ---------------------------------------------------------------------------------------------------------
-# Makes a record of the result file from an answer.
 
 
 def build_record(

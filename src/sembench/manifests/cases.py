@@ -15,8 +15,6 @@ from sembench.files import hash_file, open_output, open_text, read_fields, read_
 from semblend.errors import InputError
 
 # -- cases -----------------------------------------------------------------------------------------------------------
-# The cases of a manifest: a recipient prompt, the donors before it, and the answer it should get.
-#
 # A manifest is JSON Lines, one case a line, keys sorted (``sembench.manifest.v1``). Only one case is in memory at a
 # time. Two metadata keys make wrong KV visible in an answer: ``planted_fact`` is what only the recipient's own text
 # says, ``donor_fact`` is what the donor's text says in its place.

@@ -161,8 +161,6 @@ def _load_tiktoken(asked: str) -> ChosenTokenizer:
 
 
 # -- replay ----------------------------------------------------------------------------------------------------------
-# Offline replay: what an exact cache would have, what a planner proposes, and how much of that is right.
-#
 # One store keeps every donor of the manifest and the distractors, so that finding the right donor is part of the test;
 # ``per-item`` gives every case a store of its own, for comparison with benchmarks that do so. A proposed token counts
 # as eligible only when it equals the donor's token at that place, in the copy that the benchmark keeps for itself (on

@@ -488,7 +488,6 @@ def _divide(top: float | None, bottom: float | None) -> float | None:
 
 
 # -- the whole result ------------------------------------------------------------------------------------------------
-# Builds a result: the records, their aggregates, and where and when they were measured.
 
 
 def build_result(

@@ -17,8 +17,6 @@ from sembench.manifests.cases import Case
 from sembench.result import RequestRecord
 
 # -- texts -----------------------------------------------------------------------------------------------------------
-# Scores of one answer, against the gold answers and against the cold answer to the same prompt.
-#
 # Every score lies in [0, 1] and higher is better, except KL (nats, 0 is equal), the first divergence (a position)
 # and the perplexity ratio (1 is equal). None means that there was nothing to compare, which is not zero.
 
@@ -229,7 +227,6 @@ def _compute_kl(cold: Mapping[str, float], warm: Mapping[str, float]) -> float:
 
 
 # -- records ---------------------------------------------------------------------------------------------------------
-# Scores a record: its answer against the gold answers and against the cold answer.
 
 ECHO_WORDS = 8
 """Fewer words at the beginning of a prompt may be the beginning of an honest answer, too."""

@@ -14,8 +14,6 @@ from sembench.scoring.statistics import FAMILY_ERROR, bootstrap_mean, compute_p_
 from semblend.errors import InputError
 
 # -- results ---------------------------------------------------------------------------------------------------------
-# Compares two results item by item: what changed, and whether it is more than noise.
-#
 # Only items that both results hold are compared. The bootstrap of a difference draws whole documents, since cases cut
 # from one document are not independent. A metric is called better or worse only if it would be so among all metrics of
 # the comparison with an error of 1 % (`sembench.scoring.statistics`); else it is within noise.

@@ -27,9 +27,9 @@ WINDOW_CHARS = 32
 """Reuse comes in runs of 32 tokens or more, and a token has at least a character."""
 SLACK_SHARE = 1.25
 SLACK_TOKENS = 64
+"""Characters are not tokens and chat templates repeat: what is claimed may exceed what is shared by this much."""
 WORDS_SLACK = 1.5
 """A word has at least one token. Some vocabularies hold pairs of words, so half as many more are let pass."""
-"""Characters are not tokens and chat templates repeat: what is claimed may exceed what is shared by this much."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,3 @@ class Outcome(StrEnum):
 
     COLD_FALLBACK = "cold_fallback"
     """Normal prefill. Expected whenever nothing is shared or worth sharing; it is not a failure."""
-
-
-# Written by routers and by lookups alone. None of them says anything about KV in a backend.
-ROUTER_OUTCOMES = frozenset({Outcome.EXACT_PREFIX_ROUTE, Outcome.SEMANTIC_PLACEMENT})

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from semblend.config import SemBlendConfig
 from semblend.materialize.blend.passes import first_rows, two_passes_cost_more
 from semblend.materialize.blend.quality import QualitySettings
+from semblend.materialize.gate.thresholds import DEFAULT
 from semblend.span import Span
 
 
@@ -63,3 +65,15 @@ def test_a_passage_that_moved_ahead_is_computed_once_whatever_is_repaired():
     settings = QualitySettings(first_seam_tokens=0, seam_tokens=0, question_tokens=1, most_work=0.1)
     why = two_passes_cost_more(first_rows(700, 100, MOVED, settings), MOVED, 600, settings)
     assert why == "two passes compute 178 rows, over 10% of a prefill's 600"  # 80 + 20, the last 20 again, 58 repaired
+
+
+def test_what_the_librarys_settings_say_reaches_the_passes_and_the_engines_own_stands_beside_it():
+    config = SemBlendConfig(quality="fast", seam_tokens=5, layer_share=0.25, deep_tolerance=0.5)
+    made = QualitySettings.of_config(config, DEFAULT, pass_rows=7)
+    assert (made.mode, made.seam_tokens, made.layer_share, made.deep_tolerance, made.pass_rows) == (
+        "fast",
+        5,
+        0.25,
+        0.5,
+        7,
+    )

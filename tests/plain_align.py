@@ -23,8 +23,7 @@ from semblend.align.aligner import (
     MatchArray,
 )
 from semblend.discover import kernels
-from semblend.discover.index import MAX_REPEATS, FlatIndex
-from semblend.discover.slots import EXPIRES, NAMESPACE
+from semblend.discover.slots import EXPIRES, MAX_REPEATS, NAMESPACE, FlatIndex
 from semblend.discover.store import Candidates, DonorStore
 from semblend.errors import CapacityError
 from semblend.fingerprint.hashes import HashArray, HashScheme, PositionArray, mix64

@@ -175,7 +175,7 @@ def test_heavy_dependencies_and_kernels_are_imported_late(module):
         at_home |= {"sglang"}
     if module in ("integration.langchain", "integration.llama_index"):  # whoever has that package imports them
         at_home |= {"langchain_core", "llama_index"}
-    if module == "integration.transformers.reuse_cache":  # a cache is a class of theirs
+    if module == "integration.transformers.reuse":  # a cache is a class of theirs
         at_home |= {"transformers"}
     for name, line in imports(SEMBLEND[module], top_only=True):
         assert name.split(".")[0] not in HEAVY.keys() - at_home, f"semblend.{module}:{line} imports {name} at the top"

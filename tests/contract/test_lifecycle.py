@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 from lifecycle import SymbolicEngine, live
 
-from semblend.session.kept_donors import KeptDonors
-from semblend.session.local import LocalSessions
+from semblend.session.local import KeptDonors, LocalSessions
 from semblend.session.session import LoadResult, ReuseSession
 from semblend.session.sessions import Sessions
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_align import PlainIndex, walk
 
-from semblend.discover.index import FlatIndex
+from semblend.discover.slots import FlatIndex
 from semblend.errors import CapacityError
 from semblend.fingerprint import hashes, kernels
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from semblend.integration.sglang.hicache.page_options import PageOptions
 from semblend.integration.sglang.launcher import build_parser
-from semblend.integration.sglang.settings import SglangSettings
+from semblend.integration.sglang.settings import PageOptions, SglangSettings
 from semblend.integration.versions import SGLANG as SGLANG_VERSIONS
 from tools.reference.support_tables import SGLANG
 from tools.reference.vllm_page import show_default

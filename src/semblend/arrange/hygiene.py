@@ -38,7 +38,7 @@ MAX_FIELDS = 8
 MIN_PROMPTS = 3
 BLOCK_CHARS = 128
 """About two of an engine's blocks of sixteen tokens."""
-MOST_BLOCKS = 400_000
+MAX_BLOCKS = 400_000
 NEARLY_ALL = 0.95
 _LABEL = re.compile(r"((?:[A-Za-z][\w-]* ){0,2}[A-Za-z][\w.-]*)[\"'*]*(?:\s*[:=]| is\b)[^:=\n]{0,24}\Z")
 _BREAKS = " \t\r\n\"'<>()[]{}=,;|"
@@ -393,6 +393,6 @@ class _PrefixCache:
         """Characters of a prompt that are held; then it is held as a whole."""
         held = next((at for at, key in enumerate(keys) if key not in self._young and key not in self._old), len(keys))
         self._young.update(dict.fromkeys(keys))
-        if len(self._young) > MOST_BLOCKS // 2:
+        if len(self._young) > MAX_BLOCKS // 2:
             self._old, self._young = self._young, {}
         return held * BLOCK_CHARS

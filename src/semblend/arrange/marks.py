@@ -19,7 +19,7 @@ from semblend.errors import InputError
 MARK: Final = "semblend"
 LISTED: Final = "passages"
 """The name of the group that a request's list of passages makes."""
-MOST_MARKED: Final = 1024
+MAX_MARKED: Final = 1024
 """Passages that a request may list, and that one group may hold."""
 LONGEST_GROUP: Final = 64
 LARGEST_SCORE: Final = 1e9
@@ -83,8 +83,8 @@ def read_request(value: object) -> RequestMarks:
     if passages is not None:
         if not isinstance(passages, list) or not all(isinstance(one, str) for one in passages):
             raise InputError("semblend.passages is no list of texts", hint='"passages": ["...", "..."]')
-        if len(passages) > MOST_MARKED:
-            raise InputError(f"semblend.passages has {len(passages)} entries", hint=f"{MOST_MARKED} at most")
+        if len(passages) > MAX_MARKED:
+            raise InputError(f"semblend.passages has {len(passages)} entries", hint=f"{MAX_MARKED} at most")
     if scores is not None:
         if not isinstance(scores, list):
             raise InputError("semblend.scores is no list of numbers", hint="one number for each passage")
@@ -102,8 +102,8 @@ def read_keep(value: object) -> OrderLimits:
         raise InputError("semblend.keep cannot be read", hint="known are " + ", ".join(known))
     for name in known[:3]:
         places = value.get(name)
-        if places is not None and (type(places) is not int or not 0 <= places <= MOST_MARKED):
-            raise InputError(f"semblend.keep.{name} is not a number of places", hint=f"from 0 to {MOST_MARKED}")
+        if places is not None and (type(places) is not int or not 0 <= places <= MAX_MARKED):
+            raise InputError(f"semblend.keep.{name} is not a number of places", hint=f"from 0 to {MAX_MARKED}")
     displaced = value.get("displaced")
     if displaced is not None:
         displaced = _read_number(displaced, "semblend.keep.displaced", 1)

@@ -16,8 +16,16 @@ import numpy as np
 import numpy.typing as npt
 
 from semblend.discover.donor import Donor, Eviction, EvictionReason
-from semblend.discover.index import BYTES_PER_POSTING, FlatIndex
-from semblend.discover.slots import EXPIRES, FILL, NAMESPACE, SlotTable, TokenLog, to_microseconds
+from semblend.discover.slots import (
+    BYTES_PER_POSTING,
+    EXPIRES,
+    FILL,
+    NAMESPACE,
+    FlatIndex,
+    SlotTable,
+    TokenLog,
+    to_microseconds,
+)
 from semblend.errors import CapacityError
 from semblend.eviction.policy import guard_policy, make_policy
 from semblend.fairness import EvictionOrder

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from semblend.arrange import Arranger, OrderLimits, VolatileField, arrange_parts, replace_repeats
 from semblend.arrange.hygiene import WINDOW_CHARS, cut_fields
-from semblend.arrange.marks import MOST_MARKED, PassageMark, find_groups
+from semblend.arrange.marks import MAX_MARKED, PassageMark, find_groups
 from semblend.arrange.order_limits import FREE
 from semblend.arrange.repeats import TEMPLATE_BY_START
 from semblend.prompt import NO_NAMESPACE, Namespace
@@ -123,7 +123,7 @@ class ArrangePassages(Step):
 
     def apply(self, parts: Parts, namespace: Namespace, keep: OrderLimits = FREE) -> Parts:
         marks = [PassageMark(part.group, part.score) if part.kind == "passage" else None for part in parts]
-        groups = [group for group in find_groups(0, marks) if len(group.places) <= MOST_MARKED]
+        groups = [group for group in find_groups(0, marks) if len(group.places) <= MAX_MARKED]
         if not groups:
             return parts
         self._chars.clear()

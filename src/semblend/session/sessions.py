@@ -175,7 +175,7 @@ class Sessions:
             return Decline(DeclineReason.BELOW_BREAK_EVEN, why)
         if not session.judged:
             session.judged = True
-            session.predicted_loss = self.outcomes.decline_in_vain(plan, session.prompt.namespace, session.mode)
+            session.predicted_loss = self.outcomes.predict_loss(plan, session.prompt.namespace, session.mode)
         return session.predicted_loss or plan
 
     def find_claim_end(self, session: ReuseSession, plan: ReusePlan) -> int:

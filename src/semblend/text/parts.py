@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from semblend.arrange.arranger import CHARS_PER_TOKEN
-from semblend.arrange.marks import LISTED, MOST_MARKED
+from semblend.arrange.marks import LISTED, MAX_MARKED
 from semblend.prompt import TokenArray
 
 PartKind = Literal["text", "tool", "passage", "result", "omitted"]
@@ -143,7 +143,7 @@ def mark_texts(parts: Sequence[Part], passages: Sequence[str]) -> tuple[Part, ..
 
     A server takes a list of passages with chats only, so this is for people who annotate a log of plain prompts.
     """
-    passages = passages[:MOST_MARKED]
+    passages = passages[:MAX_MARKED]
     found: list[Part] = []
     for part in parts:
         if part.kind != "text" or part.token_ids is not None:

@@ -18,7 +18,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, core_schema
 
 from semblend.arrange import OrderLimits
-from semblend.arrange.marks import LARGEST_SCORE, LONGEST_GROUP, MOST_MARKED, PassageMark
+from semblend.arrange.marks import LARGEST_SCORE, LONGEST_GROUP, MAX_MARKED, PassageMark
 from semblend.arrange.order_limits import FREE
 from semblend.errors import InputError
 from semblend.quality import QUALITY_HINT, QUALITY_MODES, parse_quality
@@ -128,7 +128,7 @@ class ReuseOptions:
 # -- passages that commute: nothing moves without a mark, and nothing moves out of its message
 
 Score = Annotated[float, Within(0, LARGEST_SCORE)]
-Places = Annotated[int, Within(0, MOST_MARKED)]
+Places = Annotated[int, Within(0, MAX_MARKED)]
 
 
 class PartMark(ClosedBody):
@@ -171,8 +171,8 @@ class SemblendBody(ClosedBody):
     )
     reuse: bool | None = None
     keep: KeepBody | None = None
-    passages: Annotated[list[str], Field(max_length=MOST_MARKED, fail_fast=True)] | None = None
-    scores: Annotated[list[Score], Field(max_length=MOST_MARKED, fail_fast=True)] | None = None
+    passages: Annotated[list[str], Field(max_length=MAX_MARKED, fail_fast=True)] | None = None
+    scores: Annotated[list[Score], Field(max_length=MAX_MARKED, fail_fast=True)] | None = None
 
     @field_validator("quality", mode="before")
     @classmethod

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from semblend.errors import ConfigError
-from semblend.integration.sglang.hicache import live_model
+from semblend.integration.sglang import plugin
 
 KEYS = ["a" * 64, "b" * 64, "c" * 64]
 
@@ -54,7 +54,7 @@ def model(monkeypatch):
     found = torch.nn.Linear(8, 8)
     configuration = SimpleNamespace(hf_text_config=SimpleNamespace(to_dict=lambda: {"rope_theta": 1e4}))
     runner = SimpleNamespace(model=found, model_config=configuration)
-    monkeypatch.setattr(live_model, "_noted", lambda: runner)
+    monkeypatch.setattr(plugin, "_noted", lambda: runner)
     return found
 
 
@@ -90,12 +90,12 @@ def test_another_rank_or_model_sees_nothing(tmp_path, model, rank):
 def test_other_weights_and_another_rotation_see_nothing(tmp_path, model, monkeypatch):
     config = make_config(tmp_path / "p")
     make_storage(config).set(KEYS[0], page(1))
-    runner = live_model.find_runner()
+    runner = plugin.find_runner()
     monkeypatch.setattr(runner.model_config.hf_text_config, "to_dict", lambda: {"rope_theta": 5e5})
     assert make_storage(config).batch_exists(KEYS) == 0
     monkeypatch.undo()
     model.weight.data.add_(1)
-    monkeypatch.setattr(live_model, "_noted", lambda: runner)
+    monkeypatch.setattr(plugin, "_noted", lambda: runner)
     assert make_storage(config).batch_exists(KEYS) == 0
 
 
@@ -110,7 +110,7 @@ def test_new_weights_in_a_running_engine_end_storing_and_fetching(tmp_path, mode
 
 
 def test_without_sight_of_the_weights_it_does_not_attach_unless_they_are_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(live_model, "_noted", None)
+    monkeypatch.setattr(plugin, "_noted", None)
     with pytest.raises(ConfigError, match="weights"):
         make_storage(make_config(tmp_path / "p"))
     assert make_storage(make_config(tmp_path / "p", weights="release 7")).set(KEYS[0], page(1))

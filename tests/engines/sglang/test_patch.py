@@ -101,15 +101,15 @@ def test_an_unknown_version_is_not_patched(registry, monkeypatch):
     ],
 )
 def test_what_we_cannot_serve_is_refused_with_a_reason(engine, flag, value, says, monkeypatch):
-    from semblend.integration.sglang import refusals
+    from semblend.integration.sglang import start
 
     context = make_context(engine)
-    assert refusals.refusal(context, "0.5.23") is None
-    resolved = refusals.read_flags(context.server_args)
+    assert start.refusal(context, "0.5.23") is None
+    resolved = start.read_flags(context.server_args)
 
     class Changed:
         def __getattr__(self, name):
             return value if name == flag else getattr(resolved, name)
 
-    monkeypatch.setattr(refusals, "read_flags", lambda server_args: Changed())
-    assert says in (refusals.refusal(context, "0.5.23") or "")
+    monkeypatch.setattr(start, "read_flags", lambda server_args: Changed())
+    assert says in (start.refusal(context, "0.5.23") or "")

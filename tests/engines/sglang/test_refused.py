@@ -6,7 +6,7 @@ import pytest
 import torch
 from http_server import Server
 
-from semblend.integration.sglang import refusals
+from semblend.integration.sglang import start
 
 SHAPE = {"size": 64, "page_size": 1, "device": "cpu", "enable_memory_saver": False}
 PROMPT = "The capital of France is"
@@ -35,7 +35,7 @@ def make_windows():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_pool_of_plain_keys_and_values_is_served(engine, dtype):
-    assert refusals._refuse_pool(make_mha(dtype)) is None
+    assert start._refuse_pool(make_mha(dtype)) is None
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_a_pool_of_plain_keys_and_values_is_served(engine, dtype):
     ids=["MLA", "sliding windows", "e5m2", "e4m3"],
 )
 def test_pools_of_sglang_that_a_move_would_get_wrong_are_refused(engine, make, says):
-    assert says in (refusals._refuse_pool(make()) or "")
+    assert says in (start._refuse_pool(make()) or "")
 
 
 def test_an_engine_with_several_ranks_starts_says_why_it_reuses_nothing_and_answers(tmp_path):

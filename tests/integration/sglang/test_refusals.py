@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from semblend.integration.sglang import refusals
+from semblend.integration.sglang import start
 from tools.reference.support_tables import SGLANG, SupportLevel
 
 REPOSITORY = Path(__file__).parents[3]
@@ -48,22 +48,22 @@ def make_context(**set_flags):
 
 
 def test_plain_keys_and_values_are_served():
-    assert refusals._refuse_pool(make_pool("MHATokenToKVPool")) is None
-    assert refusals._refuse_model(make_runner(LlamaForCausalLM(RadixAttention()))) is None
-    assert refusals._refuse_cache(make_context(), SimpleNamespace()) is None
-    assert refusals._refuse_features(SimpleNamespace(disable_overlap_schedule=False)) is None, "the overlap schedule"
+    assert start._refuse_pool(make_pool("MHATokenToKVPool")) is None
+    assert start._refuse_model(make_runner(LlamaForCausalLM(RadixAttention()))) is None
+    assert start._refuse_cache(make_context(), SimpleNamespace()) is None
+    assert start._refuse_features(SimpleNamespace(disable_overlap_schedule=False)) is None, "the overlap schedule"
 
 
 @pytest.mark.parametrize(
     "name", ["MLATokenToKVPool", "SWAKVPool", "MHATokenToKVPoolFP4", "HybridLinearKVPool", "DSATokenToKVPool"]
 )
 def test_pools_without_one_key_and_value_a_token_are_refused(name):
-    assert name in (refusals._refuse_pool(make_pool(name)) or "")
+    assert name in (start._refuse_pool(make_pool(name)) or "")
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8])
 def test_quantised_kv_is_refused(dtype):
-    assert str(dtype) in (refusals._refuse_pool(make_pool("MHATokenToKVPool", dtype)) or "")
+    assert str(dtype) in (start._refuse_pool(make_pool("MHATokenToKVPool", dtype)) or "")
 
 
 @pytest.mark.parametrize(
@@ -77,37 +77,37 @@ def test_quantised_kv_is_refused(dtype):
     ],
 )
 def test_attention_that_our_passes_would_compute_otherwise_is_refused(unusual, says):
-    why = refusals._refuse_model(make_runner(LlamaForCausalLM(RadixAttention(**unusual))))
+    why = start._refuse_model(make_runner(LlamaForCausalLM(RadixAttention(**unusual))))
     assert says in (why or "")
 
 
 def test_a_model_that_nobody_looked_at_is_refused_by_name():
-    why = refusals._refuse_model(make_runner(DeepseekV3ForCausalLM(RadixAttention())))
+    why = start._refuse_model(make_runner(DeepseekV3ForCausalLM(RadixAttention())))
     assert "DeepseekV3ForCausalLM" in (why or "")
     scaled = LlamaForCausalLM(RadixAttention(), logit_scale=2.0)
-    assert "scaled" in (refusals._refuse_model(make_runner(scaled)) or "")
+    assert "scaled" in (start._refuse_model(make_runner(scaled)) or "")
 
 
 @pytest.mark.parametrize("flag", ["is_hybrid_swa", "is_hybrid_ssm", "is_dsa", "disable_radix_cache"])
 def test_trees_of_another_kind_are_refused(flag):
-    assert refusals._refuse_cache(make_context(**{flag: True}), SimpleNamespace())
+    assert start._refuse_cache(make_context(**{flag: True}), SimpleNamespace())
 
 
 def test_hicache_is_served_with_pages_in_host_memory_and_refused_without():
     context = make_context(enable_hierarchical_cache=True)
-    assert refusals._refuse_cache(context, SimpleNamespace(hicache_host_memory_mode="cache")) is None
-    why = refusals._refuse_cache(context, SimpleNamespace(hicache_host_memory_mode="buffer_only"))
+    assert start._refuse_cache(context, SimpleNamespace(hicache_host_memory_mode="cache")) is None
+    why = start._refuse_cache(context, SimpleNamespace(hicache_host_memory_mode="buffer_only"))
     assert "buffer_only" in (why or "")
 
 
 @pytest.mark.parametrize("flag", ["enable_unified_cache_external_linker", "enable_lmcache", "enable_flexkv"])
 def test_external_caches_are_refused(flag):
-    assert flag in (refusals._refuse_cache(make_context(), SimpleNamespace(**{flag: True})) or "")
+    assert flag in (start._refuse_cache(make_context(), SimpleNamespace(**{flag: True})) or "")
 
 
 @pytest.mark.parametrize("name", ["tp_size", "pp_size", "dp_size", "attn_cp_size", "dcp_size"])
 def test_several_ranks_are_refused(name):
-    assert name in (refusals._refuse_ranks(SimpleNamespace(**{name: 2})) or "")
+    assert name in (start._refuse_ranks(SimpleNamespace(**{name: 2})) or "")
 
 
 def test_every_feature_names_a_test_that_is_there():

@@ -16,8 +16,8 @@ from provider_behaviours import *  # noqa: F403  (the rules)
 from provider_behaviours import DONOR, OTHER, Recorder
 
 from semblend.integration.sglang.semantic_prefix import (
-    MOST_TOKENS,
-    MOST_WAITING,
+    MAX_TOKENS,
+    MAX_WAITING,
     GuardedProvider,
     SemanticPrefixResult,
     count_hit,
@@ -122,7 +122,7 @@ def test_a_guarded_provider_may_name_anything_as_tokens(name, caplog):
 def test_tokens_without_end_are_cut_in_the_providers_own_time():
     answer = SemanticPrefixResult(never_ends(), source_id="two\nlines" + "x" * 1000)
     found = GuardedProvider(Recorder(answer), deadline_ms=60_000).on_prefix_miss("r", OTHER)
-    assert len(found.alternate_token_ids) == MOST_TOKENS
+    assert len(found.alternate_token_ids) == MAX_TOKENS
     assert found.source_id.startswith("two\\nlinesxx")
     assert len(found.source_id) < 300
 
@@ -175,13 +175,13 @@ class SlowToLearn(Recorder):
 def test_nobody_waits_for_a_provider_that_is_slow_to_learn():
     slow = SlowToLearn(SemanticPrefixResult(DONOR))
     guarded = GuardedProvider(slow, deadline_ms=1)
-    for number in range(MOST_WAITING + 20):
+    for number in range(MAX_WAITING + 20):
         guarded.on_request_cached(f"r{number}", DONOR)
     assert not slow.named("cached"), "it is still at the first one, and this thread is not"
     assert guarded.on_prefix_miss("a", OTHER) is None, "late: the request is computed"
     slow.go.set()
     guarded.on_shutdown()
-    assert len(slow.named("cached")) <= MOST_WAITING, "what waits for it has a bound"
+    assert len(slow.named("cached")) <= MAX_WAITING, "what waits for it has a bound"
 
 
 def test_a_provider_is_called_by_one_thread_and_in_order():

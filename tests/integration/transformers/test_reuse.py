@@ -15,8 +15,7 @@ from semblend import Outcome
 from semblend.confirm.events import EventKind
 from semblend.confirm.sinks import MemorySink
 from semblend.errors import InputError
-from semblend.integration.transformers.prefixes import BLOCK_TOKENS, PrefixIndex, count_common
-from semblend.integration.transformers.reuse import TransformersReuse
+from semblend.integration.transformers.reuse import BLOCK_TOKENS, PrefixIndex, TransformersReuse, count_common
 from semblend.prompt import Namespace, Prompt
 
 DOCUMENT = draw(400, seed=1)
@@ -239,7 +238,7 @@ def test_a_failure_of_ours_costs_time_and_never_the_answer(model, reuse, heard, 
         "splice": ("semblend.materialize.blend.blender.splice",),
         "forward": ("semblend.materialize.attention_runs.attend_runs",),
         "prefix": ("semblend.integration.transformers.reuse.splice",),
-        "fill": ("semblend.integration.transformers.reuse_cache._as_states",),
+        "fill": ("semblend.integration.transformers.reuse._as_states",),
     }
     for place in places[broken]:
         monkeypatch.setattr(place, fail)

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semblend.integration.vllm.scheduler.promotion import (
-    LEAST_SHARE,
-    MOST_WAITS,
+    MAX_WAITS,
+    MIN_SHARE,
     Healing,
     Verdict,
     list_marks,
@@ -20,7 +20,7 @@ from semblend.integration.vllm.scheduler.promotion import (
 from semblend.integration.vllm.scheduler.records import LoadCost, Mark
 
 PREFIX = 1024
-SHARES = st.floats(LEAST_SHARE, 1.5)
+SHARES = st.floats(MIN_SHARE, 1.5)
 
 
 def make_cost(name, share=0.25, *, prefix=b"p", tenant="", tokens=PREFIX, marks=4):
@@ -148,13 +148,13 @@ def test_nobody_of_another_prefix_or_tenant_waits():
     assert healing.judge(make_cost("owner", 1.0), everybody) is Verdict.PREFILL, "who computes it waits for nobody"
 
 
-@given(st.lists(st.booleans(), max_size=3 * MOST_WAITS), st.integers(0, 3))
+@given(st.lists(st.booleans(), max_size=3 * MAX_WAITS), st.integers(0, 3))
 def test_nobody_waits_for_ever(computing, times):
     healing = Healing()
     healing.judge(make_cost("owner", 1.0), nobody)
-    computing += [True] * (times * MOST_WAITS)
+    computing += [True] * (times * MAX_WAITS)
     verdicts = [healing.judge(make_cost("waits"), lambda _name, now=now: now) for now in computing]
-    assert Counter(verdicts)[Verdict.WAIT] == min(sum(computing), MOST_WAITS)
+    assert Counter(verdicts)[Verdict.WAIT] == min(sum(computing), MAX_WAITS)
     assert all((verdict is Verdict.WAIT) <= now for verdict, now in zip(verdicts, computing, strict=True))
     assert healing.judge(make_cost("waits"), nobody) is Verdict.LOAD
 

@@ -144,17 +144,17 @@ def test_a_plan_that_cannot_stay_below_a_number_is_a_prefill_at_once():
     choice = prefill_at_once(thresholds, TURNED, 0.05)
     assert choice.reason == "at best 0.06 nats are expected, 0.05 are allowed"
     memory = OutcomeMemory({}, thresholds)
-    declined = memory.decline_in_vain(TURNED, Namespace(), "0.05")
+    declined = memory.predict_loss(TURNED, Namespace(), "0.05")
     assert (declined.reason, declined.detail) == (DeclineReason.QUALITY_RISK, choice.reason)
-    assert memory.decline_in_vain(TURNED, Namespace(), "0.1") is None
+    assert memory.predict_loss(TURNED, Namespace(), "0.1") is None
 
 
 def test_what_one_number_learns_says_nothing_about_another():
     memory = OutcomeMemory()
     memory.learn(PLAIN, Namespace(), "0.003", work=1.7, declined=DeclineReason.QUALITY_RISK)
-    assert memory.decline_in_vain(PLAIN, Namespace(), "0.003") is not None
-    assert memory.decline_in_vain(PLAIN, Namespace(), "0.1") is None
-    assert memory.decline_in_vain(PLAIN, Namespace()) is None
+    assert memory.predict_loss(PLAIN, Namespace(), "0.003") is not None
+    assert memory.predict_loss(PLAIN, Namespace(), "0.1") is None
+    assert memory.predict_loss(PLAIN, Namespace()) is None
 
 
 def test_a_tenant_that_invents_numbers_does_not_fill_the_memory():

@@ -70,32 +70,32 @@ def test_what_the_exact_cache_holds_is_not_part_of_the_length():
 
 def test_the_first_of_a_kind_is_begun_and_the_second_is_not_where_the_gate_refused_the_first():
     memory = OutcomeMemory()
-    assert memory.decline_in_vain(SHORT, ACME) is None
+    assert memory.predict_loss(SHORT, ACME) is None
     memory.learn(SHORT, ACME, work=1.7, declined=REJECTED)
-    declined = memory.decline_in_vain(SHORT, ACME)
+    declined = memory.predict_loss(SHORT, ACME)
     assert declined.reason is REJECTED
     assert "1.70 of a prefill" in declined.detail
-    assert memory.decline_in_vain(LONG, ACME) is None  # another kind
+    assert memory.predict_loss(LONG, ACME) is None  # another kind
 
 
 def test_a_kind_that_is_served_and_saves_work_is_always_begun():
     memory = OutcomeMemory()
     for _ in range(100):
-        assert memory.decline_in_vain(LONG, ACME) is None
+        assert memory.predict_loss(LONG, ACME) is None
         memory.learn(LONG, ACME, work=0.2)
 
 
 def test_one_refusal_among_many_that_were_served_changes_nothing():
     memory = OutcomeMemory()
     for number in range(100):
-        assert memory.decline_in_vain(LONG, ACME) is None
+        assert memory.predict_loss(LONG, ACME) is None
         memory.learn(LONG, ACME, work=1.1 if number % 5 == 4 else 0.2, declined=REJECTED if number % 5 == 4 else None)
 
 
 def test_a_kind_that_is_served_and_saves_nothing_is_below_break_even():
     memory = OutcomeMemory()
     memory.learn(SHORT, ACME, work=1.2)
-    assert memory.decline_in_vain(SHORT, ACME).reason is DeclineReason.BELOW_BREAK_EVEN
+    assert memory.predict_loss(SHORT, ACME).reason is DeclineReason.BELOW_BREAK_EVEN
 
 
 @pytest.mark.parametrize("reason", [reason for reason in DeclineReason if reason is not REJECTED])
@@ -103,18 +103,18 @@ def test_a_lost_donor_or_a_failure_says_nothing_about_the_kind(reason):
     memory = OutcomeMemory()
     memory.learn(SHORT, ACME, work=0.0, declined=reason)
     memory.learn(SHORT, ACME, work=1.7, declined=reason)
-    assert memory.decline_in_vain(SHORT, ACME) is None
+    assert memory.predict_loss(SHORT, ACME) is None
 
 
 def test_a_kind_that_is_tried_again_and_served_recovers_at_once():
     memory = OutcomeMemory()
     memory.learn(LONG, ACME, work=1.06, declined=REJECTED)
     skipped = 0
-    while memory.decline_in_vain(LONG, ACME) is not None:
+    while memory.predict_loss(LONG, ACME) is not None:
         skipped += 1
     assert skipped == count_skips(1.06)
     memory.learn(LONG, ACME, work=0.2)
-    assert all(memory.decline_in_vain(LONG, ACME) is None for _ in range(100))
+    assert all(memory.predict_loss(LONG, ACME) is None for _ in range(100))
 
 
 def test_a_retry_that_is_refused_is_followed_by_as_many_skips_again():
@@ -122,7 +122,7 @@ def test_a_retry_that_is_refused_is_followed_by_as_many_skips_again():
     memory.learn(SHORT, ACME, work=1.7, declined=REJECTED)
     begun = []
     for number in range(200):
-        if memory.decline_in_vain(SHORT, ACME) is None:
+        if memory.predict_loss(SHORT, ACME) is None:
             begun.append(number)
             memory.learn(SHORT, ACME, work=1.7, declined=REJECTED)
     assert begun == list(range(28, 200, 29))
@@ -133,7 +133,7 @@ def test_retries_never_cost_more_than_their_budget(cost, prompts):
     memory, spent = OutcomeMemory(), 0.0
     memory.learn(SHORT, ACME, work=cost, declined=REJECTED)
     for _ in range(prompts):
-        if memory.decline_in_vain(SHORT, ACME) is None:
+        if memory.predict_loss(SHORT, ACME) is None:
             spent += cost - 1
             memory.learn(SHORT, ACME, work=cost, declined=REJECTED)
     assert spent <= RETRY_BUDGET * prompts
@@ -146,7 +146,7 @@ outcomes = st.lists(st.tuples(st.sampled_from([SHORT, LONG]), st.sampled_from([N
 def test_the_same_outcomes_give_the_same_decisions(seen):
     memories = OutcomeMemory(), OutcomeMemory()
     for plan, declined, work in seen:
-        one, other = (memory.decline_in_vain(plan, ACME) for memory in memories)
+        one, other = (memory.predict_loss(plan, ACME) for memory in memories)
         assert one == other
         if one is None:
             for memory in memories:
@@ -159,41 +159,41 @@ def test_nothing_that_others_send_changes_a_tenants_decisions(seen):
     for plan, declined, work in seen:
         memory.learn(plan, BOLT, work=work, declined=declined)
         memory.learn(plan, Namespace(tenant="acme", salt="x"), work=work, declined=declined)
-        memory.decline_in_vain(plan, BOLT)
-        assert memory.decline_in_vain(plan, ACME) == alone.decline_in_vain(plan, ACME)
+        memory.predict_loss(plan, BOLT)
+        assert memory.predict_loss(plan, ACME) == alone.predict_loss(plan, ACME)
 
 
 def test_a_tenant_that_invents_namespaces_pushes_out_its_own_records_only(monkeypatch):
-    monkeypatch.setattr(gate, "MOST_RECORDS", 50)
+    monkeypatch.setattr(gate, "MAX_RECORDS", 50)
     memory = OutcomeMemory()
     memory.learn(SHORT, ACME, work=1.7, declined=REJECTED)
     for number in range(500):
         memory.learn(SHORT, Namespace(tenant="bolt", salt=str(number)), work=1.7, declined=REJECTED)
     assert memory.count_records() == 51
-    assert memory.decline_in_vain(SHORT, ACME) is not None
-    assert memory.decline_in_vain(SHORT, Namespace(tenant="bolt", salt="0")) is None
+    assert memory.predict_loss(SHORT, ACME) is not None
+    assert memory.predict_loss(SHORT, Namespace(tenant="bolt", salt="0")) is None
 
 
 def test_many_tenants_take_bounded_memory(monkeypatch):
-    monkeypatch.setattr(gate, "MOST_TENANTS", 20)
+    monkeypatch.setattr(gate, "MAX_TENANTS", 20)
     memory = OutcomeMemory()
     for number in range(100):
-        memory.decline_in_vain(SHORT, Namespace(tenant=str(number)))
+        memory.predict_loss(SHORT, Namespace(tenant=str(number)))
     assert memory.count_records() == 20
 
 
 def test_what_was_measured_with_the_thresholds_counts_until_the_kind_has_a_record():
     kind = PlanShape.of(LONG).kind
     memory = OutcomeMemory({kind: 1.05})
-    assert "when thresholds were measured" in memory.decline_in_vain(LONG, ACME).detail
+    assert "when thresholds were measured" in memory.predict_loss(LONG, ACME).detail
     memory.learn(LONG, ACME, work=0.2)  # the one that was tried all the same
-    assert memory.decline_in_vain(LONG, ACME) is None
-    assert OutcomeMemory({kind: 0.4}).decline_in_vain(LONG, ACME) is None
+    assert memory.predict_loss(LONG, ACME) is None
+    assert OutcomeMemory({kind: 0.4}).predict_loss(LONG, ACME) is None
 
 
 def test_a_kind_that_is_hopeless_by_its_shape_is_tried_now_and_then():
     memory = OutcomeMemory({PlanShape.of(LONG).kind: 1.05})
-    begun = [number for number in range(30) if memory.decline_in_vain(LONG, ACME) is None]
+    begun = [number for number in range(30) if memory.predict_loss(LONG, ACME) is None]
     assert begun == [8, 17, 26]
 
 
@@ -203,14 +203,14 @@ def test_threads_do_not_lose_outcomes():
     def work():
         for _ in range(300):
             memory.learn(LONG, ACME, work=0.5)
-            memory.decline_in_vain(LONG, ACME)
+            memory.predict_loss(LONG, ACME)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(300)
-    assert memory.decline_in_vain(LONG, ACME) is None
+    assert memory.predict_loss(LONG, ACME) is None
     assert memory.count_records() == 1
 
 

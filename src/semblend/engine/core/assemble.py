@@ -14,7 +14,7 @@ from semblend.engine.core.stops import Detokenizer
 from semblend.engine.model.model import DecoderModel, PooledModel
 from semblend.facade import SemBlend
 from semblend.materialize.blend.blender import Blender
-from semblend.materialize.blend.quality import CPU_PIECE_ROWS, LEAST_PIECE_ROWS, Pace, QualitySettings
+from semblend.materialize.blend.quality import CPU_PIECE_ROWS, MIN_PIECE_ROWS, Pace, QualitySettings
 from semblend.materialize.donors.directory_kv import DirectoryKv
 from semblend.materialize.donors.tiers import DonorKv
 from semblend.materialize.gate.gate import OutcomeMemory
@@ -76,7 +76,7 @@ def assemble(
     if donor_bits == 8 and quality.canary_tolerance is None:
         quality = replace(quality, canary_tolerance=find_tolerance(model.dtype, donor_bits))
     pace = Pace(config.step_work_ms)  # this engine's prompts are filled in pieces: others run meanwhile
-    rows = CPU_PIECE_ROWS if model.device.type == "cpu" else LEAST_PIECE_ROWS
+    rows = CPU_PIECE_ROWS if model.device.type == "cpu" else MIN_PIECE_ROWS
     quality = replace(quality, piece_ms=config.step_work_ms, piece_rows=rows)
     blender = Blender(PooledModel(model, pool), donor_kv, quality, pace)
     outcomes = OutcomeMemory(blender.settings.thresholds.expected_costs, blender.settings.thresholds)

@@ -35,7 +35,7 @@ from semblend.integration.dynamo.requests import (
     write_pin,
 )
 
-MOST_ATTEMPTS = 3
+MAX_ATTEMPTS = 3
 """One pinned and two of Dynamo's choice: its first may still name the worker that has just died."""
 _GONE = ("Unavailable", "no endpoints", "does not identify a known worker")
 """How Dynamo's errors begin or end where a worker cannot be reached. They have no types of their own."""
@@ -66,7 +66,7 @@ class SemanticRouter(Generic[PromptT]):
         routed, prompt, placement = await self._place(request)
         self.counts[placement.reason.value] += 1
         wants_evidence = routed is not None and routed.wants_evidence
-        for attempt in range(1, MOST_ATTEMPTS + 1):
+        for attempt in range(1, MAX_ATTEMPTS + 1):
             worker = placement.worker
             has_begun = False
             if worker is not None:
@@ -83,7 +83,7 @@ class SemanticRouter(Generic[PromptT]):
                 is_gone = _is_gone(error)
                 if worker is not None and is_gone:
                     self._note_fault(worker)
-                if has_begun or attempt == MOST_ATTEMPTS or not (placement.is_pinned or is_gone):
+                if has_begun or attempt == MAX_ATTEMPTS or not (placement.is_pinned or is_gone):
                     raise
                 self.counts["retried"] += 1
                 log.warning("a request is sent again, to a worker that Dynamo chooses: %s", error)

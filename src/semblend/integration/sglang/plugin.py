@@ -8,6 +8,7 @@ not use us must not notice that we are installed.
 from __future__ import annotations
 
 import logging
+import weakref
 from typing import Any
 
 from semblend.config import read_engine_variable
@@ -40,8 +41,6 @@ def note_engines() -> None:
     """Have SGLang tell us when it makes a radix cache: our HiCache storage has to see the engine's weights."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from semblend.integration.sglang.hicache.live_model import note_engine
-
     HookRegistry.register(CACHE_FACTORY, note_engine, HookType.BEFORE)
 
 
@@ -50,3 +49,25 @@ def make_cache(context: Any) -> Any:
     from semblend.integration.sglang import start
 
     return start.make_cache(context)
+
+
+# -- The model of the engine in this process, for parts that SGLang makes without telling them.
+#
+# SGLang makes a HiCache storage backend from shapes and names. Pages must not be shared between different weights, so
+# it has to see them. SGLang's own plug-in hooks let us note the engine when its radix cache is made.
+
+
+_noted: weakref.ref[Any] | None = None
+
+
+def note_engine(context: Any, *more: Any, **named: Any) -> None:
+    """Remember the model runner of SGLang's `TreeCacheBuildContext`; it stays SGLang's and may go."""
+    global _noted
+    del more, named
+    runner = getattr(getattr(context, "tp_worker", None), "model_runner", None)
+    _noted = None if runner is None else weakref.ref(runner)
+
+
+def find_runner() -> Any | None:
+    """The model runner of the engine; None where there is none yet, or none any more."""
+    return None if _noted is None else _noted()

@@ -24,7 +24,12 @@ from torch import Tensor
 from semblend.eviction.policy import make_policy
 from semblend.integration.sglang.eviction_strategy import BLOCK_TOKENS, BlockChain, PolicyStrategy
 from semblend.integration.sglang.requests import build_namespace, join_salts, read_request, show_receipt
-from semblend.integration.sglang.semantic_prefix import GuardedProvider, SemanticPrefixProvider, copy_key
+from semblend.integration.sglang.semantic_prefix import (
+    GuardedProvider,
+    SemanticPrefixProvider,
+    copy_key,
+    set_semantic_provider,
+)
 from semblend.prompt import Namespace, Prompt
 from semblend.reporting import report_policy_failure
 from semblend.session.local import LocalSessions, SlotPool
@@ -56,7 +61,8 @@ class SemBlendRadixCache(UnifiedRadixCache):
 
     _sessions: LocalSessions | None = None
     _namespace = Namespace()
-    _provider: GuardedProvider | None = None
+    _guarded_provider: GuardedProvider | None = None
+    _semantic_provider: SemanticPrefixProvider | None = None
     _last_load_is_ours = False
     _strategy: PolicyStrategy | None = None
 
@@ -87,13 +93,7 @@ class SemBlendRadixCache(UnifiedRadixCache):
 
     def set_semantic_provider(self, provider: SemanticPrefixProvider | None, *, deadline_ms: float = 5.0) -> None:
         """Ask a provider where the tree has nothing; None clears it. It can neither raise nor hold up a step."""
-        before, self._provider = self._provider, None
-        if before is not None:
-            before.on_shutdown()
-        if provider is not None:
-            guarded = provider if isinstance(provider, GuardedProvider) else GuardedProvider(provider, deadline_ms)
-            guarded.on_init()
-            self._provider = guarded
+        set_semantic_provider(self, provider, deadline_ms=deadline_ms)
 
     def _match_prefix_exact(self, params: MatchPrefixParams) -> Any:
         """The lookup of SGLang's own cache; asks nobody else."""
@@ -102,9 +102,9 @@ class SemBlendRadixCache(UnifiedRadixCache):
     def _ask_provider(self, sessions: LocalSessions, params: MatchPrefixParams) -> bool:
         """Let a provider name a donor, once a request; whether it wants nothing of the request published."""
         req = params.req
-        if self._provider is None or sessions.find_source(req.rid) is not None or self.ongoing_load_back:
+        if self._guarded_provider is None or sessions.find_source(req.rid) is not None or self.ongoing_load_back:
             return False
-        answer = self._provider.on_prefix_miss(req.rid, list(req.origin_input_ids))
+        answer = self._guarded_provider.on_prefix_miss(req.rid, list(req.origin_input_ids))
         if answer is None:
             return False
         log.info("semantic prefix for %s: source_id=%s", req.rid, answer.source_id)
@@ -249,8 +249,8 @@ class SemBlendRadixCache(UnifiedRadixCache):
     def _note_published(self, req: Any, published: int, *, whole: bool) -> None:
         self._note_use(req, published)
         told = whole and not getattr(req, "semblend_opted_out", False)
-        if self._provider is not None and told and req.finished():
-            self._provider.on_request_cached(req.rid, list(req.full_untruncated_fill_ids[:published]))
+        if self._guarded_provider is not None and told and req.finished():
+            self._guarded_provider.on_request_cached(req.rid, list(req.full_untruncated_fill_ids[:published]))
 
     def _note_use(self, req: Any, published: int) -> None:
         """Tell the eviction policy of the blocks that a request has in the tree."""

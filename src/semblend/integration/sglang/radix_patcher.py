@@ -54,8 +54,7 @@ def patch_radix_cache(*, unsafe_verbatim: bool = False) -> Patch:
 def _replace_factory(version: str) -> Callable[[], None]:
     from sglang.srt.mem_cache import registry
 
-    from semblend.integration.sglang.refusals import refusal
-    from semblend.integration.sglang.start import make_cache
+    from semblend.integration.sglang.start import make_cache, refusal
 
     stock = registry.default_radix_cache_factory
 

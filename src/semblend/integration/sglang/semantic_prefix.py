@@ -32,10 +32,10 @@ __all__ = ["GuardedProvider", "SemanticPrefixProvider", "SemanticPrefixResult", 
 CLOSING = ("shutdown", "release_host_resources")
 """What SGLang calls when a cache goes."""
 
-MOST_WAITING = 64
+MAX_WAITING = 64
 """Finished requests that a provider may be behind; each holds its tokens."""
 
-MOST_TOKENS, MOST_NAME_CHARS = 1 << 22, 200
+MAX_TOKENS, MAX_NAME_CHARS = 1 << 22, 200
 """Of a proposal: more tokens than any request has, and characters of a name in the log."""
 
 DEADLINE_MS = 5.0
@@ -85,7 +85,7 @@ class GuardedProvider(SemanticPrefixProvider):
 
     All its methods are called by one thread of its own, one after the other. ``on_prefix_miss`` has ``deadline_ms``;
     what comes later is thrown away, and while it is still at work nothing else is asked of it: such requests are
-    computed. Nobody waits for ``on_request_cached``; a provider that is `MOST_WAITING` requests behind is not told.
+    computed. Nobody waits for ``on_request_cached``; a provider that is `MAX_WAITING` requests behind is not told.
     """
 
     def __init__(self, provider: SemanticPrefixProvider, deadline_ms: float = DEADLINE_MS) -> None:
@@ -127,7 +127,7 @@ class GuardedProvider(SemanticPrefixProvider):
 
     def on_request_cached(self, rid: str, token_ids: Sequence[int]) -> None:
         self._told = [one for one in self._told if not one.done()]
-        if len(self._told) >= MOST_WAITING:
+        if len(self._told) >= MAX_WAITING:
             log.warning("the semantic provider is %d requests behind: it is not told of %s", len(self._told), rid)
             return
         try:
@@ -155,9 +155,9 @@ class GuardedProvider(SemanticPrefixProvider):
 
 def _copy_answer(found: SemanticPrefixResult) -> SemanticPrefixResult:
     """The same answer of plain values: 64-bit tokens, no more than a request can have, and a name of one line."""
-    name = None if found.source_id is None else repr(str(found.source_id)[:MOST_NAME_CHARS])[1:-1]
+    name = None if found.source_id is None else repr(str(found.source_id)[:MAX_NAME_CHARS])[1:-1]
     return SemanticPrefixResult(
-        array("q", islice(iter(found.alternate_token_ids), MOST_TOKENS)),
+        array("q", islice(iter(found.alternate_token_ids), MAX_TOKENS)),
         num_cached_tokens=int(found.num_cached_tokens),
         skip_insert=bool(found.skip_insert),
         metadata=found.metadata,

@@ -10,17 +10,19 @@ A failure costs time: the cache is then empty or shorter, an event says why, and
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from semblend.config import GIB, SemBlendConfig
 from semblend.confirm import events
@@ -30,17 +32,15 @@ from semblend.discover.donor import Eviction
 from semblend.errors import InputError
 from semblend.facade import SemBlend
 from semblend.integration.transformers.model_access import TransformersModel
-from semblend.integration.transformers.prefixes import PrefixIndex
 from semblend.integration.transformers.refusals import Options, refuse_call, refuse_disagreement, refuse_model
-from semblend.integration.transformers.reuse_cache import ReuseCache
 from semblend.materialize.blend.quality import QualitySettings
-from semblend.materialize.contract import Rows
+from semblend.materialize.contract import KvLayout, Layout, Rows
 from semblend.materialize.gate.observers import canary_positions, find_tolerance, measure_canary
 from semblend.materialize.gate.thresholds import choose_table
 from semblend.materialize.kv.moves import Move
 from semblend.materialize.kv.splice import splice
 from semblend.materialize.weights_watch import WeightsWatch
-from semblend.prompt import Namespace, Prompt
+from semblend.prompt import Namespace, Prompt, TokenArray
 from semblend.quality import parse_quality
 from semblend.session.local import LocalSessions, SlotPool
 from semblend.session.session import SessionRequest
@@ -355,3 +355,120 @@ def _make_quality(config: SemBlendConfig, model: Any) -> QualitySettings:
     gate = choose_table(str(getattr(model.config, "_name_or_path", "")))
     log.info("SemBlend's quality gate: %s", gate.describe())
     return QualitySettings.of_config(config, gate.thresholds, prefills=False)  # generate() does that itself
+
+
+# -- Which donor begins with the same tokens as a prompt: its KV of that prefix is what a prefill would compute.
+#
+# Tokens are hashed in a chain of blocks, as prefix caches do, and the longest known chain names a donor. Then its
+# tokens are compared, so that a hash proposes and equality decides, and the prefix may end inside a block.
+
+
+BLOCK_TOKENS = 16
+
+
+class PrefixIndex:
+    """Donors by the beginning of their tokens.
+
+    >>> index = PrefixIndex()
+    >>> index.add("d", Prompt(range(100)))
+    >>> index.find(Prompt([*range(40), 7, 7, 7])), index.find(Prompt([*range(10), 7, 7, 7]))
+    (('d', 40), None)
+    """
+
+    def __init__(self) -> None:
+        self._donors: dict[bytes, dict[str, None]] = {}
+        self._tokens: dict[str, Prompt] = {}
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def add(self, donor_id: str, prompt: Prompt) -> None:
+        """A donor of these tokens, in the namespace of ``prompt``, can be found from now on."""
+        self.remove(donor_id)
+        self._tokens[donor_id] = prompt
+        for key in hash_blocks(prompt):
+            self._donors.setdefault(key, {})[donor_id] = None
+
+    def remove(self, donor_id: str) -> None:
+        """Forget a donor, if it was known."""
+        prompt = self._tokens.pop(donor_id, None)
+        for key in hash_blocks(prompt) if prompt is not None else ():
+            holders = self._donors.get(key, {})
+            holders.pop(donor_id, None)
+            if not holders:
+                self._donors.pop(key, None)
+
+    def clear(self) -> None:
+        self._donors.clear()
+        self._tokens.clear()
+
+    def find(self, prompt: Prompt) -> tuple[str, int] | None:
+        """The donor with the longest common prefix, the newest of equals, and the prefix in tokens; None for none."""
+        holders: dict[str, None] = {}
+        for key in hash_blocks(prompt):
+            if key not in self._donors:
+                break
+            holders = self._donors[key]
+        best: tuple[str, int] | None = None
+        for donor_id in reversed(holders):
+            donor = self._tokens[donor_id]
+            if donor.namespace != prompt.namespace:
+                continue
+            shared = count_common(donor.token_ids, prompt.token_ids)
+            if shared >= BLOCK_TOKENS and (best is None or shared > best[1]):
+                best = donor_id, shared
+        return best
+
+
+def hash_blocks(prompt: Prompt) -> Iterator[bytes]:
+    """One hash a full block, of its tokens, all before them, and the namespace."""
+    digest = hashlib.blake2b(prompt.namespace.digest.encode(), digest_size=16)
+    for end in range(BLOCK_TOKENS, len(prompt) + 1, BLOCK_TOKENS):
+        digest.update(prompt.token_ids[end - BLOCK_TOKENS : end].tobytes())
+        yield digest.digest()
+
+
+def count_common(one: TokenArray, other: TokenArray) -> int:
+    """How many leading tokens are equal.
+
+    >>> count_common(Prompt([1, 2, 3]).token_ids, Prompt([1, 2, 4, 5]).token_ids)
+    2
+    """
+    most = min(len(one), len(other))
+    differ = one[:most] != other[:most]
+    return int(differ.argmax()) if differ.any() else most
+
+
+# -- The cache that ``model.generate()`` is handed.
+
+
+class ReuseCache(DynamicCache):
+    """KV of the first ``prepared_tokens`` of ``prompt``; generate() computes the rest and appends to it.
+
+    ``request_id`` names its receipt. Use it once: KV of an answer is in it afterwards.
+    """
+
+    def __init__(self, request_id: str, prompt: Prompt) -> None:
+        super().__init__()
+        self.request_id, self.prompt, self.prepared_tokens = request_id, prompt, 0
+
+    def fill(self, layout: Layout, tokens: int) -> None:
+        """Take the KV of slots 0 … ``tokens``."""
+        slots = torch.arange(tokens, device=layout.device)
+        for layer in range(layout.layers):
+            k, v = layout.gather(layer, slots)
+            self.update(_as_states(k), _as_states(v), layer)
+        self.prepared_tokens = tokens
+
+    def view(self) -> KvLayout:
+        """Its KV by position: of one sequence, or refused."""
+        states = [(layer.keys, layer.values) for layer in self.layers]
+        if not states or any(part is None or part.dim() != 4 or part.shape[0] != 1 for pair in states for part in pair):
+            raise InputError("the cache does not hold one sequence", hint="generate one answer to one prompt")
+        k, v = ([pair[at][0].transpose(0, 1) for pair in states] for at in (0, 1))
+        return KvLayout.of_rows(k, v)
+
+
+def _as_states(part: Tensor) -> Tensor:
+    """``[tokens, heads, head_dim]`` as a cache of transformers has it, ``[1, heads, tokens, head_dim]``."""
+    return part.transpose(0, 1)[None].contiguous()

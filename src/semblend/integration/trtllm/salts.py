@@ -12,7 +12,7 @@ import secrets
 from dataclasses import dataclass
 
 _MARK, _SEPARATOR = "semblend", ":"
-_LEAST_NONCE = 16
+_MIN_NONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ def make_one_time_salt(tenant: str = "") -> str:
     >>> first != second, read_salt(first) == read_salt(second) == Salt("acme", True)
     (True, True)
     """
-    return _SEPARATOR.join((_MARK, tenant, secrets.token_hex(_LEAST_NONCE)))
+    return _SEPARATOR.join((_MARK, tenant, secrets.token_hex(_MIN_NONCE)))
 
 
 def read_salt(salt: str | None) -> Salt:
@@ -42,6 +42,6 @@ is_one_time=False))
     """
     mark, _, rest = (salt or "").partition(_SEPARATOR)
     tenant, _, nonce = rest.rpartition(_SEPARATOR)
-    if mark == _MARK and len(nonce) >= _LEAST_NONCE:
+    if mark == _MARK and len(nonce) >= _MIN_NONCE:
         return Salt(tenant, True)
     return Salt(salt or "", False)

@@ -8,7 +8,6 @@
     source_check     the names in vLLM that we lean on, checked at start and against other versions' sources
     metrics          our Prometheus metrics on vLLM's own endpoint
     settings         SEMBLEND_* settings, also from kv_connector_extra_config
-    versions         which vLLM versions are known, and how well
 
 Load it with ``--kv-transfer-config '{"kv_connector":"SemBlendConnectorV1",
 "kv_connector_module_path":"semblend.integration.vllm.connector_v1","kv_role":"kv_both"}'`` and nothing else.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("vllm.semblend")
 Entry = tuple[float, int, OffloadKey]  # worth, rank, key
 HEARS_THE_END = hasattr(CachePolicy, "on_request_finished")
-MOST_REQUESTS = 4096
+MAX_REQUESTS = 4096
 """Requests whose chunks are known to be counted, where their end is not told."""
 
 
@@ -114,7 +114,7 @@ class Adaptive(CachePolicy):
             self._policy.use([hash(key) for key in keys], told=told)
             self._used += len(keys) - told
         self._told[place] = max(told, len(keys))
-        if len(self._told) > MOST_REQUESTS:
+        if len(self._told) > MAX_REQUESTS:
             del self._told[next(iter(self._told))]
 
     # -- room --------------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ from semblend.materialize.blend.quality import (
     Target,
     finish,
 )
-from semblend.materialize.contract import Model, find_runs
+from semblend.materialize.contract import Model
 from semblend.materialize.donors.tiers import DonorKv
 from semblend.materialize.gate.gate import Gate, prefill_at_once
 from semblend.materialize.gate.observers import AttentionMass, KvDeviation, LateAttentionMass, RepairedDeviation
@@ -119,16 +119,7 @@ class Blender:
             raise Refused(
                 DeclineReason.BELOW_BREAK_EVEN, "heads of spans and the prompt's end are all that donors hold"
             )
-        return Spliced(
-            held,
-            exact_tokens=state.exact,
-            reused_tokens=len(held),
-            recomputed_tokens=len(state.reused) - len(held),
-            prefill_tokens=len(state.tokens) - state.exact - len(state.reused),
-            recomputed_runs=find_runs(state.reused[state.computed[state.reused]]),
-            canary=canary,
-            load_ms=state.load_ms,
-        )
+        return Spliced(held, **state.count_tokens(), canary=canary, load_ms=state.load_ms)
 
     def _prepare(
         self, target: Target, plan: ReusePlan, quality: str, on_pass: OnPass | None
@@ -261,39 +252,32 @@ class Blender:
         return int(doubtful[0]) if len(doubtful) else len(state.tokens)
 
     def _reject(self, state: BlendState) -> Rejected:
-        return Rejected(
-            exact_until=int(state.reused[0]),
-            risk=state.risk,
-            escalations=state.escalations,
-            canary=state.canary,
-            load_ms=state.load_ms,
-            compute_ms=sum(one.ms for one in state.passes),
-            work=state.count_work(self.model.layout.layers, self.settings.pass_rows),
-        )
+        return Rejected(exact_until=int(state.reused[0]), **self._sum_up(state))
+
+    def _sum_up(self, state: BlendState) -> dict[str, Any]:
+        """What passes showed and cost, whatever came of them."""
+        return {
+            "risk": state.risk,
+            "escalations": state.escalations,
+            "canary": state.canary,
+            "load_ms": state.load_ms,
+            "compute_ms": sum(one.ms for one in state.passes),
+            "work": state.count_work(self.model.layout.layers, self.settings.pass_rows),
+        }
 
     def _make_result(self, state: BlendState, decision: str) -> Blended:
         if state.tail is None:
             raise Refused(DeclineReason.ERROR, "nothing was computed")
-        stale = state.stale
         return Blended(
             logits_last=state.tail[-1],
-            exact_tokens=state.exact,
-            reused_tokens=len(stale),
-            recomputed_tokens=len(state.reused) - len(stale),
-            prefill_tokens=len(state.tokens) - state.exact - len(state.reused),
+            **state.count_tokens(),
+            **self._sum_up(state),
             exact_until=self._find_exact_end(state),
             decision=decision,
-            risk=state.risk,
             features=state.features,
             glance=state.glance,
             deep=state.deep,
-            escalations=state.escalations,
-            canary=state.canary,
-            load_ms=state.load_ms,
-            compute_ms=sum(one.ms for one in state.passes),
             passes=tuple(state.passes),
-            recomputed_runs=find_runs(state.reused[state.computed[state.reused]]),
-            work=state.count_work(self.model.layout.layers, self.settings.pass_rows),
         )
 
 

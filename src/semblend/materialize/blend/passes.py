@@ -31,7 +31,7 @@ from semblend.materialize.blend.quality import (
     Target,
     count_piece_rows,
 )
-from semblend.materialize.contract import QUESTION_ROWS, Model, Observer, Rows, StopPass
+from semblend.materialize.contract import QUESTION_ROWS, Model, Observer, Rows, StopPass, find_runs
 from semblend.materialize.gate.gate import Gate
 from semblend.materialize.gate.observers import (
     CANARY_TOLERANCE,
@@ -160,6 +160,17 @@ class BlendState:
         """Positions that still hold donor KV."""
         found: Positions = self.reused[~self.computed[self.reused]]
         return found
+
+    def count_tokens(self) -> dict[str, Any]:
+        """The four kinds of tokens, which sum to the prompt, and the runs that a donor held and that are computed."""
+        stale = len(self.stale)
+        return {
+            "exact_tokens": self.exact,
+            "reused_tokens": stale,
+            "recomputed_tokens": len(self.reused) - stale,
+            "prefill_tokens": len(self.tokens) - self.exact - len(self.reused),
+            "recomputed_runs": find_runs(self.reused[self.computed[self.reused]]),
+        }
 
     def find_faulty_donors(self, tolerance: float) -> tuple[str, ...]:
         """Donors of which the canary has seen a wrong row on this rank; waits for the device."""

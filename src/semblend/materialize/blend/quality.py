@@ -24,7 +24,7 @@ from semblend.quality import parse_quality
 Result = TypeVar("Result")
 Pieces = Generator[None, None, Result]
 
-LEAST_PIECE_ROWS = 128
+MIN_PIECE_ROWS = 128
 """On a GPU a piece is not smaller: the work of fewer rows would hide in what starting them costs."""
 
 CPU_PIECE_ROWS = 16
@@ -51,7 +51,7 @@ class PieceRate:
     (32.0, 896)
     """
 
-    def __init__(self, least: int = LEAST_PIECE_ROWS) -> None:
+    def __init__(self, least: int = MIN_PIECE_ROWS) -> None:
         self.rows_per_ms, self._rows, self._least = 0.0, 0.0, least
 
     def note(self, rows: float, ms: float) -> None:
@@ -64,7 +64,7 @@ class PieceRate:
 
 
 def count_piece_rows(
-    rows_per_ms: float, ms: float, most: int, left: int | None = None, *, least: int = LEAST_PIECE_ROWS
+    rows_per_ms: float, ms: float, most: int, left: int | None = None, *, least: int = MIN_PIECE_ROWS
 ) -> int:
     """Rows of a piece that may take so long: a multiple of ``least``, and that at least.
 
@@ -169,7 +169,7 @@ class QualitySettings:
     chunk_tokens: int = 8192
     pass_rows: int = 0
     piece_ms: float = 0.0
-    piece_rows: int = LEAST_PIECE_ROWS
+    piece_rows: int = MIN_PIECE_ROWS
     prefills: bool = True
     canary_tolerance: float | None = None
     deep_tolerance: float = DEEP_TOLERANCE

@@ -286,7 +286,7 @@ def _check_parts(parts: dict[str, Tensor], signature: KvSignature) -> dict[str, 
 # -- Publishes donors in a thread of its own: a step of the engine does not wait for a file.
 
 
-MOST_WAITING = 64
+MAX_WAITING = 64
 """Donors; one that comes on top of so many is not published."""
 
 
@@ -301,7 +301,7 @@ class Publisher:
 
     def __init__(self, donors: Publishable) -> None:
         self._donors = donors
-        self._waiting: queue.Queue[tuple[Publication, Callable[[], bool]] | None] = queue.Queue(MOST_WAITING)
+        self._waiting: queue.Queue[tuple[Publication, Callable[[], bool]] | None] = queue.Queue(MAX_WAITING)
         self._thread: threading.Thread | None = None
         self.last_failure: Exception | None = None
 
@@ -313,7 +313,7 @@ class Publisher:
         try:
             self._waiting.put_nowait((publication, is_valid))
         except queue.Full:
-            log.info("donor %s is not published: %d wait already", publication.donor_id, MOST_WAITING)
+            log.info("donor %s is not published: %d wait already", publication.donor_id, MAX_WAITING)
             return False
         return True
 

@@ -115,7 +115,7 @@ RETRY_BUDGET = 0.025
 MIN_SKIPPED, MAX_SKIPPED = 8, 64
 FADE = 0.9
 """Each new outcome counts 1, and those before it this much less: about the last ten decide."""
-MOST_TENANTS, MOST_RECORDS = 256, 1024
+MAX_TENANTS, MAX_RECORDS = 256, 1024
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
@@ -145,10 +145,10 @@ class OutcomeMemory:
 
     >>> from semblend.span import Span
     >>> memory, plan = OutcomeMemory(), ReusePlan((Span("d", 0, 10, 190),), 215)
-    >>> memory.decline_in_vain(plan, Namespace()) is None
+    >>> memory.predict_loss(plan, Namespace()) is None
     True
     >>> memory.learn(plan, Namespace(), work=1.7, declined=DeclineReason.QUALITY_RISK)
-    >>> memory.decline_in_vain(plan, Namespace()).detail
+    >>> memory.predict_loss(plan, Namespace()).detail
     'such prompts cost 1.70 of a prefill (one donor in order, 128+ tokens, 1+ spans)'
     """
 
@@ -160,7 +160,7 @@ class OutcomeMemory:
         self._tenants: OrderedDict[str, OrderedDict[tuple[str, str], _Record]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def decline_in_vain(self, plan: ReusePlan, namespace: Namespace, quality: str = GATED_MODE) -> Decline | None:
+    def predict_loss(self, plan: ReusePlan, namespace: Namespace, quality: str = GATED_MODE) -> Decline | None:
         """Decline a plan that is expected to cost more than it saves; None for one to begin. Counts what it declines.
 
         Call it once for a request, before anything is claimed or computed.
@@ -218,8 +218,8 @@ class OutcomeMemory:
 
     def _find(self, namespace: Namespace, kind: str) -> _Record:
         """The record, made where it is missing; the least recently used one goes where there are too many."""
-        records = _take(self._tenants, namespace.tenant, OrderedDict, MOST_TENANTS)
-        return _take(records, (namespace.digest, kind), _Record, MOST_RECORDS)
+        records = _take(self._tenants, namespace.tenant, OrderedDict, MAX_TENANTS)
+        return _take(records, (namespace.digest, kind), _Record, MAX_RECORDS)
 
 
 def name_kind(plan: ReusePlan, nats: float) -> str:

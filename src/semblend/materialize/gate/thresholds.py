@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import cache
 from importlib.resources import files as files_of
@@ -305,15 +305,6 @@ class DialTable:
             return bound_risk(math.inf)
         return _expect(weights, make_repair_features(order, features))
 
-    def to_record(self) -> dict[str, Any]:
-        """As JSON holds it; `from_record` takes it back."""
-        means = {str(order): {str(percent): nats for percent, nats in row.items()} for order, row in self.means.items()}
-        rows = {
-            name: {str(percent): list(weights) for percent, weights in getattr(self, name).items()}
-            for name in ("glance", "repair")
-        }
-        return {"means": means, **rows}
-
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> DialTable:
         """Raises what a wrong record raises: `Thresholds.from_json` says which file it is."""
@@ -423,15 +414,11 @@ class Thresholds:
 
     def to_json(self) -> str:
         """One JSON object, for a file that `from_json` takes back."""
-        record: dict[str, Any] = {f"kl_{step}": self.after(step) for step in STEPS}
-        for name in ("begin_20", "begin_40", "begin_prefill"):
-            value = getattr(self, name)
-            record[name] = value if math.isfinite(value) else None
-        record["risk"] = {str(step): list(weights) for step, weights in self.risk.weights.items()}
-        record["dial"] = self.dial.to_record()
-        record["expected_costs"] = dict(self.expected_costs)
-        record["provenance"] = dict(self.provenance)
-        return json.dumps({"schema": SCHEMA, **record}, indent=2, sort_keys=True)
+        record = asdict(self)
+        del record["borrowed_dial"]
+        record["risk"] = record["risk"]["weights"]
+        finite = {name: None if value == math.inf else value for name, value in record.items()}
+        return json.dumps({"schema": SCHEMA, **finite}, indent=2, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "thresholds") -> Thresholds:

@@ -24,8 +24,8 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName
 from torch import Tensor
 
 from semblend.errors import ConfigError
-from semblend.integration.sglang.hicache.live_model import find_runner
-from semblend.integration.sglang.hicache.page_options import read_page_options
+from semblend.integration.sglang.plugin import find_runner
+from semblend.integration.sglang.settings import read_page_options
 from semblend.materialize.donors.store import PageFiles
 from semblend.materialize.weights_watch import WeightsWatch
 

@@ -153,9 +153,9 @@ def _count(donors: Iterable[Donor]) -> dict[str, dict[str, int]]:
 # is at the other end. There is no network in it and no key to lose.
 
 
-MOST_BYTES = 1 << 16
+MAX_BYTES = 1 << 16
 TIMEOUT_S = 5.0
-MOST_ENGINES = 64
+MAX_ENGINES = 64
 
 log = logging.getLogger("vllm.semblend")
 
@@ -202,7 +202,7 @@ _STRANGER = {"ok": False, "error": "this socket serves the user who runs the eng
 def find_sockets(path: str | Path) -> list[Path]:
     """The sockets of all engines that were given this path."""
     first = Path(path).expanduser()
-    numbered = [first.with_name(f"{first.name}.{number}") for number in range(1, MOST_ENGINES)]
+    numbered = [first.with_name(f"{first.name}.{number}") for number in range(1, MAX_ENGINES)]
     return [found for found in (first, *numbered) if found.is_socket()]
 
 
@@ -224,7 +224,7 @@ def ask(path: Path, command: dict[str, Any]) -> dict[str, Any]:
 
 
 def _listen(path: Path) -> tuple[Path, socket.socket]:
-    for number in range(MOST_ENGINES):
+    for number in range(MAX_ENGINES):
         place = path if number == 0 else path.with_name(f"{path.name}.{number}")
         if place.exists() and (not place.is_socket() or _is_served(place)):
             continue
@@ -268,7 +268,7 @@ def _send(line: socket.socket, message: dict[str, Any]) -> None:
     line.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _receive(line: socket.socket, most: int = MOST_BYTES) -> Any:
+def _receive(line: socket.socket, most: int = MAX_BYTES) -> Any:
     """One line of JSON; None where it is none, or too long."""
     received = bytearray()
     while not received.endswith(b"\n") and len(received) <= most:

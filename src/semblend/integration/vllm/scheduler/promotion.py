@@ -31,11 +31,11 @@ from semblend.session.session import State
 
 MARK_TOKENS = 256
 """Tokens between two marks of a short prompt. In longer ones they lie 1/16 of the way apart, or less."""
-LEAST_SHARE = 0.1
+MIN_SHARE = 0.1
 """A load counts at least this share of a prefill. Fewest rows is not least time (7 % was measured for 24k tokens on an
 H200), and the blocks that it holds alone are a cost too."""
-MOST_TENANTS, MOST_ACCOUNTS = 64, 4096
-MOST_WAITS = 32
+MAX_TENANTS, MAX_ACCOUNTS = 64, 4096
+MAX_WAITS = 32
 """Scheduler steps that a request waits for another's prefill; then it loads. 24k tokens take 3 steps of 8,192."""
 
 
@@ -72,7 +72,7 @@ def list_marks(blocks: int, block_tokens: int) -> list[int]:
 class Healing:
     """The accounts, by tenant: one that invents prefixes pushes out its own. The least recently used goes first."""
 
-    def __init__(self, most_tenants: int = MOST_TENANTS, most_accounts: int = MOST_ACCOUNTS) -> None:
+    def __init__(self, most_tenants: int = MAX_TENANTS, most_accounts: int = MAX_ACCOUNTS) -> None:
         self._most_tenants, self._most_accounts = most_tenants, most_accounts
         self._tenants: OrderedDict[str, OrderedDict[bytes, _Account]] = OrderedDict()
         self._waits: dict[str, int] = {}  # request -> steps that it has waited
@@ -123,7 +123,7 @@ class Healing:
 
     def _wait(self, request_id: str, owners: set[str]) -> Verdict:
         waited = self._waits.get(request_id, 0)
-        if waited >= MOST_WAITS:
+        if waited >= MAX_WAITS:
             return Verdict.LOAD
         self._waits[request_id], self._awaited[request_id] = waited + 1, owners
         return Verdict.WAIT
@@ -223,7 +223,7 @@ def estimate_cost(record: Record, plan: ReusePlan, block_tokens: int, seam_token
         repaired = sum(step.percent / 100 for step in quality.steps[:1])
         second = keep_in_order(plan.spans, quality.moved_ahead_share)[0].target_start
         rows += np.searchsorted(first[first > second], ends) + repaired * reused
-    rows = np.maximum(rows, LEAST_SHARE * (ends - exact))
+    rows = np.maximum(rows, MIN_SHARE * (ends - exact))
     prices = ends - exact + plan.reused_tokens - reused  # what donors hold behind a mark is computed with it
     namespace = record.prompt.namespace
     keys = [namespace.digest.encode() + bytes(hashes[number - 1]) for number in marks]

@@ -21,13 +21,13 @@ from semblend.integration.vllm.scheduler.records import Record, Share
 from semblend.plan.reuse_plan import ReusePlan
 from semblend.session.session import NEVER, LoadResult
 
-MOST_SHARES = 4096
+MAX_SHARES = 4096
 
 
 class SharedBlocks:
     """What was loaded lately, by prompt. The least recently used is forgotten: then its blocks are found no more."""
 
-    def __init__(self, locks: PrefixLocks, block_tokens: int, most: int = MOST_SHARES) -> None:
+    def __init__(self, locks: PrefixLocks, block_tokens: int, most: int = MAX_SHARES) -> None:
         self._locks, self._block_tokens, self._most = locks, block_tokens, most
         self._secret = secrets.token_bytes(32)
         self._shares: OrderedDict[bytes, Share] = OrderedDict()

@@ -34,7 +34,7 @@ Attend = Callable[[int, Tensor], Tensor]
 """``(layer, queries [n, heads, d]) -> [n, heads, d]``."""
 
 GROUP_ROWS = 128
-LEAST_ROWS = 512
+MIN_ROWS = 512
 """With fewer, FlashAttention leaves much of a GPU idle: four groups and 28 heads keep 112 of 132 processors busy."""
 _ROUNDING = 0.05
 
@@ -162,7 +162,7 @@ def choose_attention(rows: Rows, layout: Layout, impl: Any, *, grouped: bool) ->
     """
     if len(rows) >= SHORT_RUN * len(rows.runs) or (views := can_attend(layout, impl)) is None:
         return None
-    if grouped and len(rows) >= LEAST_ROWS:
+    if grouped and len(rows) >= MIN_ROWS:
         return attend_in_groups(rows, views, impl)
     return attend_scattered(rows.positions, rows.context, views, impl)
 

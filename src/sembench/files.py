@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
+from functools import cache
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -101,12 +102,11 @@ def read_fields(
     """
     if not isinstance(value, dict):
         raise InputError(f"{where} is {_name_kind(value)}, not an object", hint=hint)
-    declared = {field.name: str(field.type) for field in fields(kind)}
-    if required is None:
-        required = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
+    declared, needed = _list_declared(kind)
+    required = needed if required is None else required
     wrong = next((f"{name} is missing" for name in required if name not in value), "")
     found = {}
-    for name in () if wrong else declared.keys() & value.keys():
+    for name in () if wrong else [name for name in declared if name in value]:
         found[name], wrong = _read_typed(name, value[name], declared[name], name in required)
         if wrong:
             break
@@ -116,12 +116,21 @@ def read_fields(
     return found
 
 
+@cache
+def _list_declared(kind: type) -> tuple[dict[str, str], list[str]]:
+    """Return the declared type of each field of a dataclass, and the fields without a default."""
+    needed = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
+    return {f.name: str(f.type) for f in fields(kind)}, needed
+
+
 def _read_typed(name: str, value: Any, declared: str, required: bool) -> tuple[Any, str]:
     """Return the value of a field as its declared type has it, and what is wrong with it."""
-    given: Any = value
+    given: Any = value  # the check below would narrow it to an object that cannot be iterated
+    if value is None and declared.endswith("None"):
+        return None, ""
     base, _, inner = declared.removesuffix(" | None").rstrip("]").partition("[")
-    if value is None and (declared.endswith("None") or (base == "tuple" and not required)):
-        return (None if declared.endswith("None") else ()), ""
+    if value is None and base == "tuple" and not required:
+        return (), ""
     if base not in _JSON_TYPES:  # Any, or a dataclass that the caller reads
         return value, ""
     types, word = _JSON_TYPES[base]
@@ -129,7 +138,10 @@ def _read_typed(name: str, value: Any, declared: str, required: bool) -> tuple[A
         return None, f"{name} is {_name_kind(value)}, not {word}"
     if base != "tuple":
         return value, ""
-    items = [_read_typed(f"{name}[{at}]", item, inner.partition(",")[0], True) for at, item in enumerate(given)]
+    inner = inner.partition(",")[0]
+    if inner in _JSON_TYPES and {type(item) for item in given} <= set(_JSON_TYPES[inner][0]):  # thousands of token ids
+        return tuple(given), ""
+    items = [_read_typed(f"{name}[{at}]", item, inner, True) for at, item in enumerate(given)]
     return tuple(item for item, _ in items), next((wrong for _, wrong in items if wrong), "")
 
 

@@ -658,6 +658,9 @@ class DirectoryWriter:
         """The keys of all donors that this writer may remove."""
         return self._owned.keys()
 
+    def owns(self, key: str) -> bool:
+        return key in self._owned
+
     def publish(self, prompt: Prompt, donor_id: str, nbytes: int, *, ttl_s: float = 0.0) -> DonorRecord | None:
         """Write the record of a donor whose KV files will have ``nbytes`` in sum; None when it does not fit.
 

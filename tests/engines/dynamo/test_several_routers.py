@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -12,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from redis_server import RedisServer
 
 ROUNDS = 6
+PATIENCE_S = 120.0
 
 
 def test_a_document_that_one_router_placed_is_pinned_by_both(tmp_path, documents):
@@ -24,7 +26,9 @@ def test_a_document_that_one_router_placed_is_pinned_by_both(tmp_path, documents
                 deployment.start_router(f"router{number}", **shared)
             deployment.wait_for_model("semantic")
             deployment.wait_for_routers(2)
+            taken = count_taken(deployment)
             homes = {document: deployment.ask("One. " + document).worker for document in documents}
+            wait_for_news(deployment, taken + len(documents))
             answers = [
                 (document, deployment.ask(f"Question {number}, " * (number + 2) + document))
                 for number in range(ROUNDS)
@@ -36,6 +40,17 @@ def test_a_document_that_one_router_placed_is_pinned_by_both(tmp_path, documents
     assert len(told) == 2
     assert all(one["donors"] > 0 for one in told), "the frontend sent requests to both"
     assert all(one["shared"]["connected"] and one["shared"]["taken"] > 0 for one in told)
+
+
+def wait_for_news(deployment, wanted: int) -> None:
+    """Until every placement has reached the router that did not make it: Redis brings it a moment later."""
+    end = time.monotonic() + PATIENCE_S
+    while count_taken(deployment) < wanted:
+        assert time.monotonic() < end, "the routers do not hear of each other"
+
+
+def count_taken(deployment) -> int:
+    return sum(one["shared"]["taken"] for one in ask_routers(deployment))
 
 
 def ask_routers(deployment) -> list[dict]:

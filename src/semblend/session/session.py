@@ -57,6 +57,16 @@ class WrongTransition(SemBlendError):  # noqa: N818  (said of a step, not of a f
     """An adapter asked for a step that its request cannot take now."""
 
 
+def is_given(value: object) -> bool:
+    """Whether a field of an engine's request says something. It may be a tensor, which cannot be compared with a value.
+
+    >>> [is_given(value) for value in (None, False, [], (), 0, True, ["image"])]
+    [False, False, False, False, True, True, True]
+    """
+    is_empty = isinstance(value, (list, tuple)) and not value
+    return value is not None and value is not False and not is_empty
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SessionRequest:
     """What an engine says of a request when it first asks about it.

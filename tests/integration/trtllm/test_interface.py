@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from types import ModuleType, SimpleNamespace
 
 import fake_trtllm
+import numpy as np
 import pytest
 
 from semblend.errors import MissingDependencyError, SemBlendError
@@ -140,7 +141,9 @@ def test_a_plain_engine_is_served_and_an_unknown_version_is_not():
     "more",
     [
         {"lora_task_id": 3},
+        {"lora_task_id": 0},
         {"multimodal_hashes": [[1]]},
+        {"prompt_embedding_table": np.ones((2, 3), np.float32)},
         {"return_context_logits": True},
         {"is_generation_only_request": lambda: True},
         {"is_context_only_request": True},

@@ -7,6 +7,7 @@ import hashlib
 import zlib
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from semblend import Namespace, SemBlend, SemBlendConfig
@@ -330,7 +331,7 @@ def test_chunks_of_a_long_prompt_are_captured_with_all_their_blocks(world):
     [
         ("lora_request", SimpleNamespace(lora_name="a", lora_int_id=1, lora_path="p")),
         ("mm_features", ["image"]),
-        ("prompt_embeds", "tensor"),
+        ("prompt_embeds", np.ones((2, 3), np.float32)),  # as a tensor, it cannot be compared with one value
         ("pooling_params", "embed"),
         ("skip_reading_prefix_cache", True),
         ("resumable", True),

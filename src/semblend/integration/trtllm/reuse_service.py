@@ -34,7 +34,7 @@ from semblend.materialize.contract import KvLayout, Layout, Rows, slots_of_block
 from semblend.materialize.gate.observers import canary_positions, find_tolerance, measure_canary
 from semblend.prompt import Namespace, Prompt, name_tenant
 from semblend.session.local import LocalSessions, SlotPool
-from semblend.session.session import SessionRequest
+from semblend.session.session import SessionRequest, is_given
 
 # -- TensorRT-LLM's KV pool as a layout, and copies between it and slots of our own.
 #
@@ -117,7 +117,7 @@ def explain_decline(request: Any, *, require_salt: bool = False) -> str | None:
         ("is_context_only_request", "its KV goes to another engine, which would take approximate KV as exact"),
     ):
         found = getattr(request, name, None)
-        if (found() if callable(found) else found) not in (None, False, [], ()):
+        if is_given(found() if callable(found) else found):
             return why
     return None
 

@@ -11,7 +11,7 @@ from semblend.integration.vllm.settings import ConnectorSettings
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.prompt import Namespace, Prompt, name_tenant
 from semblend.quality import RequestOptions, choose_quality, read_request_options
-from semblend.session.session import LoadResult, ReuseSession, SessionRequest
+from semblend.session.session import LoadResult, ReuseSession, SessionRequest, is_given
 
 ENGINE = "vllm"
 _WEIGHTS = " weights:"
@@ -280,7 +280,7 @@ def explain_decline(request: Any, *, require_cache_salt: bool = False) -> str | 
     if require_cache_salt and not getattr(request, "cache_salt", None):
         return "this server reuses for requests with a cache_salt only (require_cache_salt), and it has none"
     for name, why in _DECLINES:
-        if getattr(request, name, None) not in (None, False, [], ()):
+        if is_given(getattr(request, name, None)):
             return why
     return _explain_transfer_decline(getattr(request, "kv_transfer_params", None) or {})
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -217,3 +219,26 @@ def test_a_connection_that_is_not_made_yet_when_the_server_ends_is_closed_as_soo
         return wire.aborted
 
     assert asyncio.run(end())
+
+
+SIGNALLED_AT_START = """
+import os, signal
+from semblend.http.server import HttpServer, listen
+
+async def app(scope, receive, send):
+    assert (await receive())["type"] == "lifespan.startup"
+    os.kill(os.getpid(), signal.SIGINT)
+    await send({"type": "lifespan.startup.complete"})
+    assert (await receive())["type"] == "lifespan.shutdown"
+    print("told of the end")
+    await send({"type": "lifespan.shutdown.complete"})
+
+server = HttpServer(app, listen("127.0.0.1", 0))
+print(server.run().name, server.started.is_set())
+"""
+
+
+def test_a_signal_while_the_application_starts_ends_it_as_any_other() -> None:
+    ended = subprocess.run([sys.executable, "-c", SIGNALLED_AT_START], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.split("\n")[:2] == ["told of the end", "SIGINT True"]

@@ -348,6 +348,11 @@ class HttpServer:
                 loop.call_soon_threadsafe(self._note_stop)
 
     async def _run(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        with self._listen_to_signals(self._loop):  # one that comes while the application starts is no exception in it
+            await self._live()
+
+    async def _live(self) -> None:
         try:
             from uvicorn.config import Config
             from uvicorn.lifespan.off import LifespanOff
@@ -356,7 +361,6 @@ class HttpServer:
             raise MissingDependencyError(
                 "uvicorn is not installed", hint="pip install 'semblend-suite[edge]'"
             ) from None
-        self._loop = asyncio.get_running_loop()
         settings = Config(self._app, proxy_headers=False, log_level="warning", ws="none", lifespan="off")
         settings.load()
         lifespan = (LifespanOn if self._lifespan else LifespanOff)(settings)
@@ -370,11 +374,10 @@ class HttpServer:
 
         from semblend.http.protocol import GuardedProtocol
 
-        assert self._loop is not None
         state = ServerState()
         make = partial(GuardedProtocol, settings, state, self.connections, self.limits.deadlines, app_state)
         acceptor = Acceptor(self._sock, self.connections, make, None if self._tls is None else self._tls.load())
-        with self._listen_to_signals(self._loop), _calm_logs():
+        with _calm_logs():
             self.started.set()
             while not self._stops:
                 if self._date_header:

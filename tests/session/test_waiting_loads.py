@@ -204,7 +204,7 @@ class Scheduler:
         self.release(one)
         record = self.sessions.find(one.name)
         self.sessions.forget(one.name)
-        again = replace(record.request, declined="it was retracted", answered=True)
+        again = replace(record.request, unsupported="it was retracted", answered=True)
         self.answers[one.name] = max(1, one.left)
         self.queue.insert(0, again)
 

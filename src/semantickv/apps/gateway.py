@@ -35,7 +35,7 @@ from semantickv.apps.proxy import (
 )
 from semantickv.edge.headers import find_header, select_request_headers
 from semantickv.edge.upstream_call import Fault, FaultKind, OutgoingRequest, UpstreamAnswer
-from semantickv.engine_state.feed import EngineFeeds, ServedPrompt
+from semantickv.engine_state.cache_follower import CacheFollower, ServedPrompt
 from semantickv.routing.arranging import ArrangedRequest, MarkedRequest, read_marked, write_order
 from semantickv.routing.fingerprint import NO_PIECES, PromptPieces, cut_prompt, load_cutter
 from semantickv.routing.health import HealthWatch
@@ -377,7 +377,7 @@ class OwnPaths:
 
     def _describe(self) -> dict[str, Any]:
         link = self.gateway.link
-        found = describe_replicas(self.gateway.router, self.gateway.feeds)
+        found = describe_replicas(self.gateway.router, self.gateway.follower)
         return found | {"shared_state": None if link is None else link.describe()}
 
     async def _answer_operator(self, path: str, send: Send) -> None:
@@ -435,7 +435,7 @@ class Gateway(ProxyApp):
         trace_log: TraceLog | None = None,
         *,
         shows_routes: bool = False,
-        feeds: EngineFeeds | None = None,
+        follower: CacheFollower | None = None,
         link: RedisLink[RouterSync] | None = None,
         source: ReplicaSource | None = None,
     ) -> None:
@@ -444,7 +444,7 @@ class Gateway(ProxyApp):
         self.router = router
         self.trace_log = trace_log
         self.shows_routes = shows_routes
-        self.feeds = feeds
+        self.follower = follower
         self.link = link
         self.source = source
         self.metrics = EdgeMetrics(self.read_gauges)
@@ -480,11 +480,11 @@ class Gateway(ProxyApp):
 
     def _read_shared_gauges(self) -> dict[str, dict[tuple[str, ...], float]]:
         """What engines and other routers say; nothing where nobody was asked."""
-        feeds = {} if self.feeds is None else self.feeds.feeds
+        caches = {} if self.follower is None else self.follower.caches
         return {
-            "semantickv_event_batches_total": {(name,): one.subscriber.batches for name, one in feeds.items()},
-            "semantickv_event_losses_total": {(name,): one.subscriber.losses for name, one in feeds.items()},
-            "semantickv_evicted_pieces_total": {(name,): one.held.forgotten for name, one in feeds.items()},
+            "semantickv_event_batches_total": {(name,): one.subscriber.batches for name, one in caches.items()},
+            "semantickv_event_losses_total": {(name,): one.subscriber.losses for name, one in caches.items()},
+            "semantickv_evicted_pieces_total": {(name,): one.held.forgotten for name, one in caches.items()},
             "semantickv_redis_up": {} if self.link is None else {(): float(self.link.is_connected)},
         }
 
@@ -602,12 +602,12 @@ class Gateway(ProxyApp):
     def _learn(self, call: RoutedCall, decision: RouteDecision, receipt: EngineReceipt) -> None:
         """Compare what the router expected with what the engine says, by its events or by its receipt."""
         replica, pieces = decision.replica, call.route.pieces
-        if self.feeds is not None and replica.id in self.feeds.feeds:
+        if self.follower is not None and replica.id in self.follower.caches:
             key = find_header(call.outgoing.headers, b"authorization").encode("latin-1")
             fields = call.view.fields if call.arranged is None else call.arranged.fields
             learns = bool(self.settings.salt_secret) or self.settings.one_tenant
             prompt = ServedPrompt(replica, pieces, fields, call.salt, key, receipt.prompt_tokens, learns)
-            self.feeds.note_served(prompt)
+            self.follower.note_served(prompt)
         elif receipt.reused_tokens is not None and receipt.rejected is None:
             replica.memory.learn(decision.overlap.prefix_tokens, receipt.reused_tokens)
 
@@ -633,8 +633,8 @@ class Gateway(ProxyApp):
 
     def list_jobs(self) -> Sequence[Coroutine[Any, Any, None]]:
         jobs: list[Coroutine[Any, Any, None]] = [self.health.run(), self._look_after_replicas()]
-        if self.feeds is not None:
-            jobs.append(self.feeds.run())
+        if self.follower is not None:
+            jobs.append(self.follower.run())
         if self.link is not None:
             jobs.append(self.link.run())
         if self.source is not None and self.source.has_file:

@@ -71,7 +71,7 @@ def is_given(value: object) -> bool:
 class SessionRequest:
     """What an engine says of a request when it first asks about it.
 
-    ``longest_prefix``: how much of the prompt a prefix may cover; None for all of it. ``declined``: why a request of
+    ``longest_prefix``: how much of the prompt a prefix may cover; None for all of it. ``unsupported``: why a request of
     its kind is computed without us. ``answered``: it has said tokens before, and its receipt is written. ``source`` is
     the engine's own object: a later request may have the same id.
     """
@@ -80,7 +80,7 @@ class SessionRequest:
     prompt: Prompt
     longest_prefix: int | None = None
     quality: str | None = None
-    declined: str = ""
+    unsupported: str = ""
     opt_out: bool = False
     answered: bool = False
     source: Any = None
@@ -116,7 +116,7 @@ class LoadResult:
         return cls(reason=why.reason, detail=why.detail, failed=True, faulty_donors=why.faulty_donors)
 
     @property
-    def declined(self) -> Decline | None:
+    def decline(self) -> Decline | None:
         """Why there is no donor KV in the prompt; None where there is."""
         return None if self.reason is None else Decline(self.reason, self.detail, faulty_donors=self.faulty_donors)
 

@@ -273,8 +273,8 @@ class Reuse:
         self.sessions.finish_load(sequence.session, describe_outcome(blended))
         return True
 
-    def _compute_declined(self, sequence: Sequence, declined: Decline) -> bool:
-        self.sessions.finish_load(sequence.session, LoadResult.refuse(declined))
+    def _compute_declined(self, sequence: Sequence, why: Decline) -> bool:
+        self.sessions.finish_load(sequence.session, LoadResult.refuse(why))
         self._compute_over(sequence)
         return False
 

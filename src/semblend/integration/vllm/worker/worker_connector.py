@@ -478,15 +478,6 @@ def find_invalid_blocks(load: Load, exact_until: int, block_tokens: int) -> set[
     return set(load.block_ids[exact_until // block_tokens : -(-load.claim_end // block_tokens)])
 
 
-# -- Loads under way, the oldest first, worked on for a part of each step.
-#
-# vLLM waits for a load as it waits for KV from another machine: the request holds its blocks and is not scheduled,
-# and what is running goes on. So a load may take several steps, and its verdict is known before the first token is
-# computed on it. A step gives all loads together a number of milliseconds. A piece is as long as what is left of
-# them, because large passes cost less a row than small ones; with less than half of them left the next one waits for
-# the next step.
-
-
 Outcome = Blended | Rejected | Decline
 Begin = Callable[[Load], Pieces[Outcome]]
 
@@ -511,7 +502,13 @@ class _Job:
 
 
 class LoadQueue:
-    """See the module.
+    """Loads under way, the oldest first, worked on for a part of each step.
+
+    vLLM waits for a load as it waits for KV from another machine: the request holds its blocks and is not scheduled,
+    and what is running goes on. So a load may take several steps, and its verdict is known before the first token is
+    computed on it. A step gives all loads together a number of milliseconds. A piece is as long as what is left of
+    them, because large passes cost less a row than small ones; with less than half of them left the next one waits for
+    the next step.
 
     ``pace`` is that of the pieces; if it is 0, a load is one piece. ``agree`` makes one number of what several ranks
     have measured, because all of them have to stop behind the same piece. ``wait`` waits for what the device has to do

@@ -240,6 +240,7 @@ class CallOpener:
         is_prompt = path in PROMPT_PATHS
         view = read_prompt(body) if is_prompt else UNREAD
         fields = view.fields if is_prompt and self._must_read(body) else {}
+        in_header, in_body = bool(caller.session), fields.get("session_id") not in (None, "")
         caller = caller.with_session(fields.get("session_id"))
         headers = select_request_headers(scope["headers"], _HIDDEN)
         headers.append((b"x-request-id", caller.request_id.encode("latin-1")))
@@ -250,11 +251,11 @@ class CallOpener:
                 return _UNSALTED
             salt = make_salt(settings.salt_secret, caller.namespace, fields.get("cache_salt"))
             headers.append((b"x-tenant-id", salt.encode()))
-            # Two tenants may call their sessions alike; an engine must not take them for one.
-            session = make_salt(settings.salt_secret, caller.namespace + b"session", session) if session else ""
+            # Two tenants may call their sessions alike, by whatever name; an engine must not take them for one.
+            if session := session or (str(fields["session_id"]) if in_body else ""):
+                session = make_salt(settings.salt_secret, caller.namespace + b"session", session)
             added = {"cache_salt": salt} if fields else {}
-        in_body = "session_id" in fields
-        if session and not (in_body and not find_header(scope["headers"], b"x-session-id")):
+        if in_header:
             headers.append((b"x-session-id", session.encode("latin-1")))
         if session and fields and (in_body if settings.salt_secret else settings.session_hint == "body"):
             added["session_id"] = session

@@ -128,7 +128,7 @@ class ReuseSession:
     ``exact_tokens``: what the engine itself holds of the prompt. ``decision`` is the library's, taken at ``epoch`` of
     the donors. ``plan`` is what a load was begun with, or the plan of the equal prompt whose KV it ``shares``.
     ``approximate_from``: KV from there on may differ from a cold prefill's; None where all is exact. ``cold``: why it
-    is computed without donors, for good. ``begun``: how often a load has begun. ``predicted_loss``: why a reuse is
+    is computed without donors, for good. ``loads_begun``: how often one has begun. ``predicted_loss``: why a reuse is
     expected to cost more than it saves, once ``judged``: engines ask often, and the memory counts what it declines.
     ``restarted``: the engine took its KV back after the answer had begun. ``private``: nothing of it may be published.
     """
@@ -145,7 +145,7 @@ class ReuseSession:
     result: LoadResult | None = None
     cold: Decline | None = None
     shares: bool = False
-    begun: int = 0
+    loads_begun: int = 0
     judged: bool = False
     predicted_loss: Decline | None = None
     kept_tokens: int = 0

@@ -111,7 +111,7 @@ class Sessions:
         if session.epoch == self.donors.epoch and session.exact_tokens == exact_tokens:
             return session.offered_tokens
         session.withdraw()
-        if session.begun:
+        if session.loads_begun:
             self.semblend.release(session.request_id)
         session.exact_tokens = exact_tokens
         if exact_tokens >= len(session.prompt) - (0 if self.traits.samples else 1):
@@ -202,9 +202,9 @@ class Sessions:
         """Claim the donors of what was offered, until the receipt; where that fails the request runs cold."""
         plan = session.decision
         assert isinstance(plan, ReusePlan), "only what was offered can be loaded"
-        session.begun += 1
+        session.loads_begun += 1
         claimed: ReusePlan | Decline
-        if session.begun > MAX_BEGINNINGS:
+        if session.loads_begun > MAX_BEGINNINGS:
             claimed = Decline(DeclineReason.CAPACITY, f"its load was stopped {MAX_BEGINNINGS} times")
         else:
             claimed = self.semblend.claim(plan, session.request_id)

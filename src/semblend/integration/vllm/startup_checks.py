@@ -1,4 +1,4 @@
-"""Start-up: what the engine is, whether we can work in it, and what the connector is made of in each process."""
+"""Start-up: what the engine is, whether we can work in it, and the objects of each ours."""
 
 from __future__ import annotations
 

@@ -465,6 +465,7 @@ class PendingLoads:
                 record.claim_end,
                 tuple(spans),
                 record.mode,
+                record.prompt.namespace.tenant,
             )
         )
 
@@ -472,8 +473,9 @@ class PendingLoads:
         """Order a load that the workers refuse, in place of the one that was to be ordered."""
         name, exact = record.request.request_id, record.exact_tokens
         self._waiting = [load for load in self._waiting if load.request_id != name]
-        nothing = np.zeros(0, dtype=np.int32)
-        self._waiting.append(Load(name, nothing, tuple(block_ids), exact, exact + claimed_tokens, (), record.mode))
+        nothing, tenant = np.zeros(0, dtype=np.int32), record.prompt.namespace.tenant
+        end = exact + claimed_tokens
+        self._waiting.append(Load(name, nothing, tuple(block_ids), exact, end, (), record.mode, tenant))
 
     def cancel(self, request_id: str) -> None:
         """The request has ended while it was being loaded."""

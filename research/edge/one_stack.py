@@ -1,6 +1,9 @@
-"""What two checkouts add to a request of 33 kB, in alternating rounds: python one_stack.py OLD_CHECKOUT NEW_CHECKOUT [ROUNDS]"""
+"""What checkouts add to a request of 33 kB, in alternating rounds: python one_stack.py CHECKOUT... [ROUNDS] [--quiet]
+
+With --quiet twenty requests in a row count only if the machine was idle before them and a quarter idle while they ran (Linux)."""
 import subprocess,sys,time,json,socket,random,statistics as st,os,urllib.request
 PY=sys.executable
+TREES=[a for a in sys.argv[1:] if not a.isdigit() and a!='--quiet']; ROUNDS=int(next((a for a in sys.argv if a.isdigit()),25)); QUIET='--quiet' in sys.argv
 ENGINE='''
 import asyncio
 BODY=b'{"id":"x","object":"text_completion","model":"m","choices":[{"index":0,"text":"hello","finish_reason":"stop"}],"usage":{"prompt_tokens":8000,"completion_tokens":1,"total_tokens":8001}}'
@@ -29,12 +32,14 @@ for _ in range(2):
 def free():
     s=socket.socket(); s.bind(('127.0.0.1',0)); p=s.getsockname()[1]; s.close(); return p
 arms={'engine':engs[0]}
-for name,tree in(('old',sys.argv[1]),('new',sys.argv[2])):
+serving={}
+for tree in TREES:
+    name=os.path.basename(tree.rstrip('/'))
     for kind in('proxy','round_robin','semantic_locality'):
         p=free(); arms[f'{kind} {name}']=p
         if kind=='proxy': a=['proxy','--upstream',f'http://127.0.0.1:{engs[0]}']
         else: a=['router','--replicas',','.join(f'http://127.0.0.1:{x}' for x in engs),'--policy',kind]
-        start([PY,'-m','semantickv',*a,'--port',str(p)],env={'PYTHONPATH':tree+'/src','SEMANTICKV_TRACE':'0'},stdout=subprocess.DEVNULL,stderr=subprocess.STDOUT)
+        serving[f'{kind} {name}']=start([PY,'-m','semantickv',*a,'--port',str(p)],env={'PYTHONPATH':tree+'/src','SEMANTICKV_TRACE':'0'},stdout=subprocess.DEVNULL,stderr=subprocess.STDOUT)
 rng=random.Random(0)
 docs=[" ".join(rng.choice(["river","stone","cloud","market"])+str(rng.randrange(99)) for _ in range(4500)) for _ in range(8)]
 n=0
@@ -49,6 +54,19 @@ def ask(s):
     while len(rest)<L: rest+=s.recv(65536)
     assert b" 200 " in h[:20],d
     return (time.perf_counter()-t)*1e3
+def ticks():
+    v=[int(x) for x in open('/proc/stat').readline().split()[1:9]]; return sum(v),v[3]+v[4]
+def idle_since(t):
+    u=ticks(); return (u[1]-t[1])/max(1,u[0]-t[0])
+def cpu_ms(k):
+    v=open(f'/proc/{serving[k].pid}/stat').read().rsplit(')',1)[1].split(); return (int(v[11])+int(v[12]))*1e3/os.sysconf('SC_CLK_TCK')
+asked={}
+def sample(k):
+    while True:
+        t=ticks(); time.sleep(.1*QUIET)
+        if QUIET and idle_since(t)<.85: continue
+        t=ticks(); m=st.median(ask(con[k]) for _ in range(20)); asked[k]=asked.get(k,0)+20
+        if not QUIET or idle_since(t)>=.25: return m
 con={}
 end=time.time()+120
 try:
@@ -61,14 +79,15 @@ try:
     for k in con:
         for _ in range(30): ask(con[k])
     rounds={k:[] for k in con}
-    for r in range(int(sys.argv[3]) if len(sys.argv)>3 else 25):
+    before={k:cpu_ms(k) for k in serving}
+    for r in range(ROUNDS):
         order=list(con); rng.shuffle(order)
-        for k in order: rounds[k].append(st.median(ask(con[k]) for _ in range(20)))
+        for k in order: rounds[k].append(sample(k))
     base=rounds['engine']
     print('engine alone %.2f ms'%st.median(base))
     for k in con:
         if k!='engine':
             d=sorted(a-b for a,b in zip(rounds[k],base)); q=len(d)//4
-            print(f'{k:24s} added median {st.median(d):.2f} ms, quartiles {d[q]:.2f} to {d[-1-q]:.2f}')
+            print(f'{k:28s} added median {st.median(d):.2f} ms, quartiles {d[q]:.2f} to {d[-1-q]:.2f}; CPU {(cpu_ms(k)-before[k])/asked[k]:.2f} ms')
 finally:
     for p in procs: p.kill()

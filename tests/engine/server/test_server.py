@@ -22,6 +22,7 @@ httpx = pytest.importorskip("httpx", reason="the tests need httpx")
 from asgi_client import AsgiClient, ask  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
+from live_server import run_server, wait_until  # noqa: E402
 
 from semblend.config import SemBlendConfig  # noqa: E402
 from semblend.confirm.outcome import Outcome  # noqa: E402
@@ -1181,9 +1182,6 @@ def _told(text: str) -> Iterator[str]:
 
 @contextmanager
 def real_server(fake: FakeEngine, **limits: Any) -> Iterator[tuple[str, int, Any]]:
-    pytest.importorskip("uvicorn", reason="a real socket needs uvicorn")
-    from live_server import run_server
-
     with run_server(fake, **limits) as live:
         yield live.host, live.port, live.app
 
@@ -1238,11 +1236,9 @@ def test_a_client_that_hangs_up_frees_its_place_and_the_engine_stops(stream):
 
 def _retried(ask: Callable[[], Any]) -> Any:
     """The place is given back a moment after the engine was told: 429 in that moment is right."""
-    for _ in range(200):
-        answer = ask()
-        if answer.status_code != 429:
-            return answer
-    return answer
+    answers: list[Any] = []
+    wait_until(lambda: answers.append(ask()) or answers[-1].status_code != 429)
+    return answers[-1]
 
 
 def test_a_client_that_leaves_the_line_frees_its_place_there():
@@ -1254,21 +1250,11 @@ def test_a_client_that_leaves_the_line_frees_its_place_there():
             assert fake.started.wait(300)
             with socket.create_connection((host, port), timeout=300) as second:
                 second.sendall(post(CHAT, chat(stream=True)))
-                _spin(lambda: gate.waiting == 1)
-            _spin(lambda: gate.waiting == 0)
+                wait_until(lambda: gate.waiting == 1)
+            wait_until(lambda: gate.waiting == 0)
             assert gate.running == 1
         assert fake.stopped.wait(300)
-        _spin(lambda: gate.running == 0)
-
-
-def _spin(holds: Callable[[], bool]) -> None:
-    """Waits for a fact in the server's thread; each look gives that thread its turn."""
-    patience = threading.Event()
-    for _ in range(2000):
-        if holds():
-            return
-        patience.wait(0.005)
-    raise AssertionError("it did not come to that")
+        wait_until(lambda: gate.running == 0)
 
 
 def test_tokens_arrive_one_by_one_over_a_real_socket():
@@ -1297,7 +1283,7 @@ def test_clients_that_vanish_at_random_moments_leave_nothing_behind(seed):
         for wire in wires:
             wire.close()
         gate = app.state.service.admission
-        _spin(lambda: (gate.running, gate.waiting, len(fake.running)) == (0, 0, 0))
+        wait_until(lambda: (gate.running, gate.waiting, len(fake.running)) == (0, 0, 0))
         answer = httpx.post(f"http://{host}:{port}{CHAT}", json=chat(), timeout=300)
         assert answer.status_code == 200
         assert answer.json()["choices"][0]["message"]["content"].startswith("Clause")
@@ -1319,8 +1305,8 @@ def test_a_client_that_stops_reading_loses_its_place_when_its_time_is_over():
         gate = app.state.service.admission
         with socket.create_connection((host, port), timeout=300) as wire:
             wire.sendall(post(CHAT, chat(stream=True)))
-            _spin(lambda: gate.running == 1)
-            _spin(lambda: gate.running == 0)
+            wait_until(lambda: bool(fake.cancelled))
+            wait_until(lambda: gate.running == 0)
         assert len(fake.cancelled) == 1
 
 

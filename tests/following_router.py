@@ -12,7 +12,7 @@ from asgi_client import ask
 
 from semantickv.apps.build import build_router
 from semantickv.apps.gateway import Gateway
-from semantickv.engine_state.feed import ReplicaFeed
+from semantickv.engine_state.cache_follower import FollowedCache
 from semantickv.settings import EdgeSettings
 from tests.fakes.scripted_engine import ScriptedEngine
 
@@ -29,17 +29,17 @@ def write_body(name: str) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def following(url: str, events: str) -> AsyncIterator[tuple[Gateway, ReplicaFeed]]:
-    """A router over the engine and a scripted one, with the feed of the former running."""
+async def following(url: str, events: str) -> AsyncIterator[tuple[Gateway, FollowedCache]]:
+    """A router over the engine and a scripted one, with the cache of the former followed."""
     async with ScriptedEngine() as other:
         app = build_router(EdgeSettings(replicas=(url, other.url), kv_events=(events,), trace=False))
-        assert app.feeds is not None
-        feeds = asyncio.ensure_future(app.feeds.run())
+        assert app.follower is not None
+        running = asyncio.ensure_future(app.follower.run())
         try:
-            yield app, app.feeds.feeds["r0"]
+            yield app, app.follower.caches["r0"]
         finally:
-            feeds.cancel()
-            await asyncio.gather(feeds, return_exceptions=True)
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
 
 
 async def send(app: Gateway, name: str) -> tuple[dict[str, str], int | None]:
@@ -59,12 +59,12 @@ async def wait_until(is_so: Callable[[], Any], seconds: float = 30) -> None:
 
 async def check_it_forgets_what_is_evicted(url: str, events: str, post: Post, fillers: tuple[str, ...]) -> None:
     """A document is known after one request, and no longer known once others have filled the engine's cache."""
-    async with following(url, events) as (app, feed):
+    async with following(url, events) as (app, cache):
         headers, _ = await send(app, "spring")
         assert (headers["x-replica-id"], headers["x-semantic-route"]) == ("r0", "cold_fallback")
-        await wait_until(lambda: len(feed.held) == 1)
-        assert app.feeds is not None
-        assert (app.feeds.tokenized, app.feeds.failed) == (1, 0)
+        await wait_until(lambda: len(cache.held) == 1)
+        assert app.follower is not None
+        assert (app.follower.tokenized, app.follower.failed) == (1, 0)
         headers, cached = await send(app, "spring")
         assert headers["x-semantic-route"] == "exact_prefix_route"
         assert cached is not None
@@ -72,7 +72,7 @@ async def check_it_forgets_what_is_evicted(url: str, events: str, post: Post, fi
         score = float(headers["x-semantic-score"])
         for name in fillers:  # by somebody else: nothing of it goes through this router
             await asyncio.to_thread(post, CHAT, write_body(name))
-        await wait_until(lambda: feed.held.forgotten > 0)
+        await wait_until(lambda: cache.held.forgotten > 0)
         headers, cached = await send(app, "spring")
         assert float(headers["x-semantic-score"]) < score
         if cached is not None:  # a piece of which a block is gone counts as gone
@@ -82,15 +82,15 @@ async def check_it_forgets_what_is_evicted(url: str, events: str, post: Post, fi
 async def check_it_learns_from_a_replay(url: str, events: str, post: Post, reset: str) -> None:
     """A router that starts late knows what the engine holds; after a reset it knows that nothing is left."""
     await asyncio.to_thread(post, CHAT, write_body("monday"))
-    async with following(url, events) as (app, feed):
-        await wait_until(lambda: len(feed.blocks) * feed.blocks.block_size >= 448)
-        assert feed.subscriber.replayed > 0
+    async with following(url, events) as (app, cache):
+        await wait_until(lambda: len(cache.blocks) * cache.blocks.block_size >= 448)
+        assert cache.subscriber.replayed > 0
         _, cached = await send(app, "monday")
         assert cached is not None
         assert cached >= 448
-        await wait_until(lambda: len(feed.held) == 1)
+        await wait_until(lambda: len(cache.held) == 1)
         await asyncio.to_thread(post, reset, {})
         await asyncio.to_thread(post, CHAT, write_body("tuesday"))  # an engine publishes with its next step
-        await wait_until(lambda: feed.replica.memory.tokens == 0 or feed.held.forgotten)
+        await wait_until(lambda: cache.replica.memory.tokens == 0 or cache.held.forgotten)
         headers, _ = await send(app, "monday")
         assert headers["x-semantic-route"] == "cold_fallback"

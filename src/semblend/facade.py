@@ -68,7 +68,7 @@ class SemBlend:
         self.events = open_stream(self.config, *sinks)
         self.metrics = make_metrics(self.config.metrics) if metrics is None else metrics
         self.ledger = Ledger()
-        self._report = Reporter(self.events, self.metrics)
+        self._reporter = Reporter(self.events, self.metrics)
         self._clock = clock
         self._switched_on = True
         self._listeners: list[Callable[[Eviction], None]] = []
@@ -112,8 +112,8 @@ class SemBlend:
         donor, evictions = self._store.add(prompt, fingerprint, donor_id, ttl_s=ttl_s)
         self._gone(evictions)
         self._evidence.add(donor_id, prompt)
-        self._report.registered(donor)
-        self._report.holding(self._store.compute_stats())
+        self._reporter.report_donor(donor)
+        self._reporter.report_store(self._store.compute_stats())
         return donor
 
     def forget(self, donor_id: str, *, reason: EvictionReason = "forgotten") -> bool:
@@ -176,16 +176,14 @@ class SemBlend:
         exact_tokens = check_exact_tokens(exact_tokens, len(prompt))
         started = time.perf_counter()
         with trace_span("semblend.lookup", prompt_tokens=len(prompt)) as span:
-            declined = self.decline_beforehand(prompt, request_id, opt_out)
-            trace = (
-                LookupTrace(declined, NOTHING_ALIGNED) if declined else self._search(prompt, request_id, exact_tokens)
-            )
+            decline = self.decline_beforehand(prompt, request_id, opt_out)
+            trace = LookupTrace(decline, NOTHING_ALIGNED) if decline else self._search(prompt, request_id, exact_tokens)
             decision = self._apply_discovery_only(trace.decision)
             span.set(reused_tokens=_count_reused(decision), reason=str(getattr(decision, "reason", "")))
         seconds = time.perf_counter() - started
-        self._report.looked_up(prompt, request_id, exact_tokens, trace, decision, seconds)
+        self._reporter.report_lookup(prompt, request_id, exact_tokens, trace, decision, seconds)
         if request_id and isinstance(decision, ReusePlan):
-            self.ledger.planned(request_id, decision)
+            self.ledger.note_plan(request_id, decision)
         return decision
 
     def decline_beforehand(self, prompt: Prompt, request_id: str, opt_out: bool) -> Decline | None:
@@ -206,8 +204,8 @@ class SemBlend:
         """Why a lookup of this prompt ends as it does, stage by stage. Emits nothing."""
         _check_prompt(prompt)
         exact_tokens = check_exact_tokens(exact_tokens, len(prompt))
-        declined = self.decline_beforehand(prompt, "", False)
-        trace = LookupTrace(declined, NOTHING_ALIGNED) if declined else self._search(prompt, "", exact_tokens)
+        decline = self.decline_beforehand(prompt, "", False)
+        trace = LookupTrace(decline, NOTHING_ALIGNED) if decline else self._search(prompt, "", exact_tokens)
         return explain(prompt, trace, self._apply_discovery_only(trace.decision), len(self._store))
 
     def similar(self, prompt: Prompt, *, limit: int = 5) -> tuple[Similar, ...]:
@@ -234,7 +232,7 @@ class SemBlend:
         self.release(request_id)
         with self._claims_lock:
             self._claims[request_id] = wanted
-        self.ledger.planned(request_id, plan)
+        self.ledger.note_plan(request_id, plan)
         return plan
 
     def confirm(self, receipt: Receipt) -> Receipt:
@@ -244,7 +242,7 @@ class SemBlend:
         self.ledger.confirm(receipt)
         self.release(receipt.request_id)
         self._touch_donors(receipt.donor_ids, reused=True)
-        self._report.confirmed(receipt)
+        self._reporter.report_receipt(receipt)
         return receipt
 
     def release(self, request_id: str) -> None:
@@ -332,7 +330,7 @@ class SemBlend:
         config = self.config
         embedder = make_embedder(config.embedder, config.models_dir)
         if config.embedder == "auto" and embedder.name == "none":
-            self._report.missing("no MiniLM files on this machine: lookups carry no paraphrase evidence")
+            self._reporter.report_missing("no MiniLM files on this machine: lookups carry no paraphrase evidence")
         return SimilarityIndex(embedder, min_similarity=config.min_similarity, fuzzy=config.fuzzy_chunks)
 
     def _find_evidence(self, decision: ReusePlan | Decline, prompt: Prompt) -> tuple[Similar, ...]:
@@ -346,7 +344,7 @@ class SemBlend:
             trace = self._pipeline.run(prompt, exact_tokens)
             evidence = self._find_evidence(trace.decision, prompt)
         except Exception as error:  # whatever fails in here must cost the request time, never an answer
-            self._report.failed("lookup", error, request_id)
+            self._reporter.report_failure("lookup", error, request_id)
             return LookupTrace(Decline(DeclineReason.ERROR, f"{type(error).__name__}: {error}"), NOTHING_ALIGNED)
         return replace(trace, decision=replace(trace.decision, evidence=evidence)) if evidence else trace
 
@@ -359,7 +357,7 @@ class SemBlend:
 
     def _stale(self, donor_id: str, request_id: str) -> Decline:
         decline = Decline(DeclineReason.STALE, f"donor {donor_id} was replaced or evicted after the lookup")
-        self._report.declined(decline, request_id)
+        self._reporter.report_decline(decline, request_id)
         return decline
 
     def _touch_donors(self, donor_ids: tuple[str, ...], *, reused: bool = False) -> None:
@@ -367,7 +365,7 @@ class SemBlend:
         try:
             self._store.touch(donor_ids, reused=reused)
         except StoreError as error:
-            self._report.failed("store", error)
+            self._reporter.report_failure("store", error)
 
     def _forget(self, donor_ids: list[str], reason: EvictionReason) -> int:
         evictions = self._store.remove(donor_ids, reason)
@@ -375,14 +373,14 @@ class SemBlend:
             with self._store.lock:
                 self._journal.scrub()
         self._gone(evictions)
-        self._report.holding(self._store.compute_stats())
+        self._reporter.report_store(self._store.compute_stats())
         return len(evictions)
 
     def _gone(self, evictions: tuple[Eviction, ...]) -> None:
         for eviction in evictions:
             if eviction.reason != "replaced":
                 self._evidence.remove(eviction.donor.donor_id)
-        self._report.evicted(evictions)
+        self._reporter.report_evictions(evictions)
         for eviction in evictions:
             for listener in self._listeners:
                 listener(eviction)
@@ -392,7 +390,9 @@ class SemBlend:
         for item in journal.load(self.config.max_donors, self._store.log.capacity):
             self._take_in(item)
         if journal.bad_rows:
-            self._report.failed("store", SemBlendError(f"{journal.bad_rows} damaged donors in {journal.path} left out"))
+            self._reporter.report_failure(
+                "store", SemBlendError(f"{journal.bad_rows} damaged donors in {journal.path} left out")
+            )
 
     def _take_in(self, item: tuple[Donor, np.ndarray[Any, np.dtype[np.int32]]] | None) -> bool:
         if item is None or (item[0].expires_unix_s is not None and item[0].expires_unix_s <= self._clock()):

@@ -24,21 +24,21 @@ class Reporter:
         self._stream = stream
         self._metrics = metrics
 
-    def registered(self, donor: Donor) -> None:
+    def report_donor(self, donor: Donor) -> None:
         if self._stream:
             digest = donor.namespace.digest
             self._stream.emit(events.donor_registered(donor.donor_id, digest, donor.token_count, donor.generation))
 
-    def evicted(self, evictions: tuple[Eviction, ...]) -> None:
+    def report_evictions(self, evictions: tuple[Eviction, ...]) -> None:
         if self._stream:
             for eviction in evictions:
                 donor = eviction.donor
                 self._stream.emit(events.donor_evicted(donor.donor_id, donor.generation, eviction.reason))
 
-    def holding(self, stats: StoreStats) -> None:
+    def report_store(self, stats: StoreStats) -> None:
         self._metrics.donors(stats.donors, stats.used_bytes, "index")
 
-    def looked_up(
+    def report_lookup(
         self,
         prompt: Prompt,
         request_id: str,
@@ -70,7 +70,7 @@ class Reporter:
                 )
             )
         if isinstance(decision, Decline):
-            self.declined(decision, request_id)
+            self.report_decline(decision, request_id)
         elif self._stream:
             self._stream.emit(
                 events.reuse_planned(
@@ -84,23 +84,23 @@ class Reporter:
                 )
             )
 
-    def declined(self, decline: Decline, request_id: str) -> None:
+    def report_decline(self, decline: Decline, request_id: str) -> None:
         self._metrics.declined(decline.reason)
         if self._stream:
             self._stream.emit(events.reuse_declined(request_id or None, decline.reason, decline.detail))
 
-    def confirmed(self, receipt: Receipt) -> None:
+    def report_receipt(self, receipt: Receipt) -> None:
         self._metrics.confirmed(receipt)
         if self._stream:
             self._stream.emit(events.from_receipt(receipt))
 
-    def missing(self, message: str) -> None:
+    def report_missing(self, message: str) -> None:
         """Something optional is not there; nothing is wrong."""
         log.info("%s", message)
         if self._stream:
             self._stream.emit(events.fallback(None, None, message))
 
-    def failed(self, where: str, error: BaseException, request_id: str = "") -> None:
+    def report_failure(self, where: str, error: BaseException, request_id: str = "") -> None:
         """Our own fault: the request runs cold."""
         log.warning("%s failed, the request runs cold: %s: %s", where, type(error).__name__, error)
         if self._stream:

@@ -22,7 +22,7 @@ PLAN = ReusePlan((PLANNED,), prompt_tokens=100, exact_tokens=10)
 
 def test_a_plan_is_never_counted_as_reuse() -> None:
     ledger = Ledger()
-    ledger.planned("req-2", PLAN)
+    ledger.note_plan("req-2", PLAN)
     totals = ledger.totals()
     assert set(totals.tokens.values()) == {0}
     assert set(totals.requests.values()) == {0}
@@ -31,7 +31,7 @@ def test_a_plan_is_never_counted_as_reuse() -> None:
 
 def test_receipts_are_added_up(make_receipt: MakeReceipt, make_cold_receipt: MakeReceipt) -> None:
     ledger = Ledger()
-    ledger.planned("req-2", PLAN)
+    ledger.note_plan("req-2", PLAN)
     receipt = make_receipt()
     assert ledger.confirm(receipt) is receipt
     ledger.confirm(make_cold_receipt(request_id="req-3", reason=DeclineReason.NOTHING_SHARED))
@@ -45,9 +45,9 @@ def test_receipts_are_added_up(make_receipt: MakeReceipt, make_cold_receipt: Mak
 
 def test_a_second_receipt_for_a_request_is_refused(make_receipt: MakeReceipt, make_cold_receipt: MakeReceipt) -> None:
     ledger = Ledger()
-    ledger.planned("req-2", PLAN)
+    ledger.note_plan("req-2", PLAN)
     ledger.confirm(make_receipt())
-    ledger.planned("req-2", PLAN)
+    ledger.note_plan("req-2", PLAN)
     for again in (make_receipt(), make_cold_receipt()):
         with pytest.raises(ReceiptError, match="has a receipt already"):
             ledger.confirm(again)
@@ -81,7 +81,7 @@ def test_a_receipt_without_reuse_needs_no_plan(make_cold_receipt: MakeReceipt) -
 )
 def test_a_span_outside_the_plan_is_refused(make_receipt: MakeReceipt, claimed: Span) -> None:
     ledger = Ledger()
-    ledger.planned("req-2", PLAN)
+    ledger.note_plan("req-2", PLAN)
     with pytest.raises(ReceiptError, match="not planned"):
         ledger.confirm(make_receipt(spans=(claimed,)))
     totals = ledger.totals()
@@ -90,14 +90,14 @@ def test_a_span_outside_the_plan_is_refused(make_receipt: MakeReceipt, claimed: 
 
 def test_more_reuse_than_planned_is_refused(make_receipt: MakeReceipt) -> None:
     ledger = Ledger()
-    ledger.planned("req-2", ReusePlan((Span("req-1", 0, 20, 40, 3),), prompt_tokens=100))
+    ledger.note_plan("req-2", ReusePlan((Span("req-1", 0, 20, 40, 3),), prompt_tokens=100))
     with pytest.raises(ReceiptError, match="claims 60 tokens, the plan 40"):
         ledger.confirm(make_receipt())
 
 
 def test_a_refused_receipt_can_be_corrected(make_receipt: MakeReceipt) -> None:
     ledger = Ledger()
-    ledger.planned("req-2", PLAN)
+    ledger.note_plan("req-2", PLAN)
     with pytest.raises(ReceiptError):
         ledger.confirm(make_receipt(spans=(Span("req-1", 0, 20, 65, 3),)))
     ledger.confirm(make_receipt())
@@ -106,8 +106,8 @@ def test_a_refused_receipt_can_be_corrected(make_receipt: MakeReceipt) -> None:
 
 def test_a_later_plan_replaces_the_earlier_one(make_receipt: MakeReceipt) -> None:
     ledger = Ledger()
-    ledger.planned("req-2", ReusePlan((Span("old", 0, 20, 64),), prompt_tokens=100))
-    ledger.planned("req-2", PLAN)
+    ledger.note_plan("req-2", ReusePlan((Span("old", 0, 20, 64),), prompt_tokens=100))
+    ledger.note_plan("req-2", PLAN)
     ledger.confirm(make_receipt())
     assert ledger.totals().unconfirmed == 0
 
@@ -115,7 +115,7 @@ def test_a_later_plan_replaces_the_earlier_one(make_receipt: MakeReceipt) -> Non
 def test_plans_that_are_never_answered_are_dropped_and_counted(make_receipt: MakeReceipt) -> None:
     ledger = Ledger(limit=3)
     for number in range(5):
-        ledger.planned(f"lost-{number}", PLAN)
+        ledger.note_plan(f"lost-{number}", PLAN)
     totals = ledger.totals()
     assert (totals.open_plans, totals.unconfirmed) == (3, 2)
     with pytest.raises(ReceiptError, match="no plan is known"):
@@ -127,7 +127,7 @@ def test_memory_of_answers_is_bounded_and_forgetting_lets_no_reuse_in(
     make_receipt: MakeReceipt, make_cold_receipt: MakeReceipt
 ) -> None:
     ledger = Ledger(limit=2)
-    ledger.planned("req-2", PLAN)
+    ledger.note_plan("req-2", PLAN)
     ledger.confirm(make_receipt())
     for number in range(2):
         ledger.confirm(make_cold_receipt(request_id=f"other-{number}"))
@@ -158,7 +158,7 @@ def test_any_part_of_a_plan_may_be_confirmed(make_receipt: MakeReceipt, data: An
     if not reused:
         return
     ledger = Ledger()
-    ledger.planned("req-2", ReusePlan(tuple(planned), prompt_tokens=at))
+    ledger.note_plan("req-2", ReusePlan(tuple(planned), prompt_tokens=at))
     counts = {"exact_tokens": 0, "recomputed_tokens": 0, "reused_tokens": reused, "prefill_tokens": at - reused}
     ledger.confirm(make_receipt(prompt_tokens=at, spans=tuple(claimed), **counts))
     assert ledger.totals().tokens["reused"] == reused
@@ -170,7 +170,7 @@ def test_many_threads_lose_no_receipt(make_receipt: MakeReceipt) -> None:
     def work(worker: int) -> None:
         for number in range(100):
             request_id = f"{worker}-{number}"
-            ledger.planned(request_id, PLAN)
+            ledger.note_plan(request_id, PLAN)
             ledger.confirm(make_receipt(request_id=request_id))
 
     threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]

@@ -123,7 +123,7 @@ def test_a_request_that_opted_out_is_no_donor(world):
 
 def test_a_retracted_request_has_one_receipt(world):
     world.compute(world.request("r", TARGET))
-    world.compute(world.request("r", TARGET, answered=True, declined="it was retracted"))
+    world.compute(world.request("r", TARGET, answered=True, unsupported="it was retracted"))
     assert len(world.receipts()) == 1
 
 

@@ -204,7 +204,7 @@ class Scheduler:
         self.release(one)
         record = self.sessions.find(one.name)
         self.sessions.forget(one.name)
-        again = replace(record.request, declined="it was retracted", answered=True)
+        again = replace(record.request, unsupported="it was retracted", answered=True)
         self.answers[one.name] = max(1, one.left)
         self.queue.insert(0, again)
 
@@ -297,9 +297,9 @@ def test_a_load_whose_exact_prefix_has_moved_begins_again():
     world.sessions.load("r", lambda: first)
     assert world.sessions.work("r", busy=True) is None
     world.sessions.load("r", lambda: first)
-    assert world.sessions.find("r").begun == 1, "it goes on"
+    assert world.sessions.find("r").loads_begun == 1, "it goes on"
     world.sessions.load("r", lambda: second)
-    assert world.sessions.find("r").begun == 2
+    assert world.sessions.find("r").loads_begun == 2
     assert world.sessions.work("r", busy=False) == len(TARGET) - 1 - head
     world.sessions.forget("r")
     assert len(world.slots.free) == free

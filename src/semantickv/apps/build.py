@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from semantickv.apps.gateway import Gateway
 from semantickv.edge.upstream_call import EngineAddress, Upstream
-from semantickv.engine_state.feed import EngineFeeds, ReplicaFeed
+from semantickv.engine_state.cache_follower import CacheFollower, FollowedCache
 from semantickv.engine_state.subscriber import EventSource
 from semantickv.routing.health import probe_replica
 from semantickv.routing.locality import ReplicaMemory
@@ -61,10 +61,10 @@ def build_router(settings: EdgeSettings) -> Gateway:
     router = Router(
         replicas, settings.policy, reuse=reuse, keep_sessions=settings.session_affinity, hang_s=settings.hang_s
     )
-    feeds = _build_feeds(replicas, [events for _, events in wanted])
+    follower = _build_follower(replicas, [events for _, events in wanted])
     link = open_link(settings, lambda: _build_sync(router))
     log_of_traces = _build_trace_log(settings, "router")
-    return Gateway(settings, router, log_of_traces, shows_routes=True, feeds=feeds, link=link, source=source)
+    return Gateway(settings, router, log_of_traces, shows_routes=True, follower=follower, link=link, source=source)
 
 
 class NamedReplicas:
@@ -114,12 +114,12 @@ class NamedReplicas:
         address, source = EngineAddress.parse(url), EventSource.parse(events)
         if any(one.pool.address.url == address.url for one in gateway.router.replicas):
             raise ConfigError("a replica is named twice", hint="GET /v1/replicas lists those that are there")
-        if source.endpoint and gateway.feeds is None:
+        if source.endpoint and gateway.follower is None:
             raise ConfigError("no replica publishes KV events here", hint="start with SEMANTICKV_KV_EVENTS")
         replica = self.build(url)
         gateway.router.add_replica(replica)
-        if source.endpoint and gateway.feeds is not None:
-            gateway.feeds.add(ReplicaFeed(replica, source))
+        if source.endpoint and gateway.follower is not None:
+            gateway.follower.add(FollowedCache(replica, source))
         gateway.note_replicas()
         log.info("%s joined", replica.id)
         return replica
@@ -130,8 +130,8 @@ class NamedReplicas:
         if replica is None:
             raise KeyError(name)
         gateway.router.remove_replica(replica)
-        if gateway.feeds is not None:
-            gateway.feeds.remove(replica.id)
+        if gateway.follower is not None:
+            gateway.follower.remove(replica.id)
         gateway.note_replicas(gone=replica)
         log.info("%s left", replica.id)
         return replica
@@ -186,11 +186,11 @@ def _build_sync(router: Router) -> RouterSync:
     return RouterSync(router, probe_replica)
 
 
-def _build_feeds(replicas: Sequence[Replica], events: Sequence[str]) -> EngineFeeds | None:
-    """The feeds of the replicas that publish KV events; None if no replica does."""
+def _build_follower(replicas: Sequence[Replica], events: Sequence[str]) -> CacheFollower | None:
+    """What follows the caches of the replicas that publish KV events; None if no replica does."""
     sources = [EventSource.parse(text) for text in events]
-    feeds = [ReplicaFeed(one, source) for one, source in zip(replicas, sources, strict=True) if source.endpoint]
-    return EngineFeeds(feeds) if feeds else None
+    caches = [FollowedCache(one, source) for one, source in zip(replicas, sources, strict=True) if source.endpoint]
+    return CacheFollower(caches) if caches else None
 
 
 def _build_replica(name: str, url: str, settings: EdgeSettings, tracked_tokens: int) -> Replica:

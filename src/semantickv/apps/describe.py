@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from semantickv.engine_state.feed import EngineFeeds
+from semantickv.engine_state.cache_follower import CacheFollower
 from semantickv.routing.replica import Health, Replica
 from semantickv.routing.router import Router
 from semantickv.telemetry.fleet_book import FleetBook
@@ -38,14 +38,14 @@ def describe_fleet(replicas: dict[str, Any], fleet: FleetBook, router: Router) -
     }
 
 
-def describe_replicas(router: Router, feeds: EngineFeeds | None = None) -> dict[str, Any]:
+def describe_replicas(router: Router, follower: CacheFollower | None = None) -> dict[str, Any]:
     """Describe every replica with its load and its health, for the operator."""
-    heard = {} if feeds is None else {name: feed.describe() for name, feed in feeds.feeds.items()}
+    heard = {} if follower is None else {name: cache.describe() for name, cache in follower.caches.items()}
     return {
         "policy": router.policy,
         "engine_reuse": router.reuse.value,
         "sessions": router.sessions,
-        "prompts": None if feeds is None else feeds.describe(),
+        "prompts": None if follower is None else follower.describe(),
         "replicas": [describe_replica(one) | {"kv_events": heard.get(one.id)} for one in router.replicas],
     }
 

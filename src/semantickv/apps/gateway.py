@@ -35,7 +35,7 @@ from semantickv.apps.proxy import (
 )
 from semantickv.edge.headers import find_header, select_request_headers
 from semantickv.edge.upstream_call import Fault, FaultKind, OutgoingRequest, UpstreamAnswer
-from semantickv.engine_state.feed import EngineFeeds, ServedPrompt
+from semantickv.engine_state.cache_follower import CacheFollower, ServedPrompt
 from semantickv.routing.arranging import ArrangedRequest, MarkedRequest, read_marked, write_order
 from semantickv.routing.fingerprint import NO_PIECES, PromptPieces, cut_prompt, load_cutter
 from semantickv.routing.health import HealthWatch
@@ -240,6 +240,7 @@ class CallOpener:
         is_prompt = path in PROMPT_PATHS
         view = read_prompt(body) if is_prompt else UNREAD
         fields = view.fields if is_prompt and self._must_read(body) else {}
+        in_header, in_body = bool(caller.session), fields.get("session_id") not in (None, "")
         caller = caller.with_session(fields.get("session_id"))
         headers = select_request_headers(scope["headers"], _HIDDEN)
         headers.append((b"x-request-id", caller.request_id.encode("latin-1")))
@@ -250,11 +251,11 @@ class CallOpener:
                 return _UNSALTED
             salt = make_salt(settings.salt_secret, caller.namespace, fields.get("cache_salt"))
             headers.append((b"x-tenant-id", salt.encode()))
-            # Two tenants may call their sessions alike; an engine must not take them for one.
-            session = make_salt(settings.salt_secret, caller.namespace + b"session", session) if session else ""
+            # Two tenants may call their sessions alike, by whatever name; an engine must not take them for one.
+            if session := session or (str(fields["session_id"]) if in_body else ""):
+                session = make_salt(settings.salt_secret, caller.namespace + b"session", session)
             added = {"cache_salt": salt} if fields else {}
-        in_body = "session_id" in fields
-        if session and not (in_body and not find_header(scope["headers"], b"x-session-id")):
+        if in_header:
             headers.append((b"x-session-id", session.encode("latin-1")))
         if session and fields and (in_body if settings.salt_secret else settings.session_hint == "body"):
             added["session_id"] = session
@@ -377,7 +378,7 @@ class OwnPaths:
 
     def _describe(self) -> dict[str, Any]:
         link = self.gateway.link
-        found = describe_replicas(self.gateway.router, self.gateway.feeds)
+        found = describe_replicas(self.gateway.router, self.gateway.follower)
         return found | {"shared_state": None if link is None else link.describe()}
 
     async def _answer_operator(self, path: str, send: Send) -> None:
@@ -435,7 +436,7 @@ class Gateway(ProxyApp):
         trace_log: TraceLog | None = None,
         *,
         shows_routes: bool = False,
-        feeds: EngineFeeds | None = None,
+        follower: CacheFollower | None = None,
         link: RedisLink[RouterSync] | None = None,
         source: ReplicaSource | None = None,
     ) -> None:
@@ -444,7 +445,7 @@ class Gateway(ProxyApp):
         self.router = router
         self.trace_log = trace_log
         self.shows_routes = shows_routes
-        self.feeds = feeds
+        self.follower = follower
         self.link = link
         self.source = source
         self.metrics = EdgeMetrics(self.read_gauges)
@@ -480,11 +481,11 @@ class Gateway(ProxyApp):
 
     def _read_shared_gauges(self) -> dict[str, dict[tuple[str, ...], float]]:
         """What engines and other routers say; nothing where nobody was asked."""
-        feeds = {} if self.feeds is None else self.feeds.feeds
+        caches = {} if self.follower is None else self.follower.caches
         return {
-            "semantickv_event_batches_total": {(name,): one.subscriber.batches for name, one in feeds.items()},
-            "semantickv_event_losses_total": {(name,): one.subscriber.losses for name, one in feeds.items()},
-            "semantickv_evicted_pieces_total": {(name,): one.held.forgotten for name, one in feeds.items()},
+            "semantickv_event_batches_total": {(name,): one.subscriber.batches for name, one in caches.items()},
+            "semantickv_event_losses_total": {(name,): one.subscriber.losses for name, one in caches.items()},
+            "semantickv_evicted_pieces_total": {(name,): one.held.forgotten for name, one in caches.items()},
             "semantickv_redis_up": {} if self.link is None else {(): float(self.link.is_connected)},
         }
 
@@ -602,12 +603,12 @@ class Gateway(ProxyApp):
     def _learn(self, call: RoutedCall, decision: RouteDecision, receipt: EngineReceipt) -> None:
         """Compare what the router expected with what the engine says, by its events or by its receipt."""
         replica, pieces = decision.replica, call.route.pieces
-        if self.feeds is not None and replica.id in self.feeds.feeds:
+        if self.follower is not None and replica.id in self.follower.caches:
             key = find_header(call.outgoing.headers, b"authorization").encode("latin-1")
             fields = call.view.fields if call.arranged is None else call.arranged.fields
             learns = bool(self.settings.salt_secret) or self.settings.one_tenant
             prompt = ServedPrompt(replica, pieces, fields, call.salt, key, receipt.prompt_tokens, learns)
-            self.feeds.note_served(prompt)
+            self.follower.note_served(prompt)
         elif receipt.reused_tokens is not None and receipt.rejected is None:
             replica.memory.learn(decision.overlap.prefix_tokens, receipt.reused_tokens)
 
@@ -633,8 +634,8 @@ class Gateway(ProxyApp):
 
     def list_jobs(self) -> Sequence[Coroutine[Any, Any, None]]:
         jobs: list[Coroutine[Any, Any, None]] = [self.health.run(), self._look_after_replicas()]
-        if self.feeds is not None:
-            jobs.append(self.feeds.run())
+        if self.follower is not None:
+            jobs.append(self.follower.run())
         if self.link is not None:
             jobs.append(self.link.run())
         if self.source is not None and self.source.has_file:

@@ -32,7 +32,6 @@ from semblend.errors import ConfigError
 from semblend.wire.errors import ApiError
 
 MAX_HEAD_BYTES = 64 << 10
-MAX_IDLE = 256
 IDLE_S = 30.0
 PIECE_BYTES = 256 << 10
 """Larger bodies are sent in pieces of this size, so that others have their turn between them."""
@@ -326,7 +325,7 @@ class StrictConnection(ResponseHandler):
     def __init__(self, upstream: Upstream, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop=loop)
         self._upstream = upstream
-        self._is_asked = False
+        self._is_asked = self._has_answer = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._upstream.connections += 1
@@ -353,8 +352,6 @@ class StrictConnection(ResponseHandler):
         super().set_exception(exc, exc_cause or exc)
         if self._payload is not None and not self._payload.is_eof() and self._payload.exception() is None:
             self._payload.set_exception(exc)
-
-    _has_answer = False
 
     def feed_data(self, data: Any, size: int = 0) -> None:
         if data[0].code >= 200:  # 100 Continue, 103 Early Hints: the answer is still to come

@@ -1,4 +1,4 @@
-"""What a router reads of an OpenAI request: model, stream, and the parts of the prompt with their types.
+"""What a router reads of an OpenAI request: its model, and the parts of the prompt with their types.
 
 A body that cannot be read is no error here. The engine will say what is wrong with it; until then it is routed by load.
 """
@@ -69,10 +69,6 @@ class PromptView:
     def model(self) -> str:
         model = self.fields.get("model")
         return model if isinstance(model, str) else ""
-
-    @property
-    def is_stream(self) -> bool:
-        return self.fields.get("stream") is True
 
 
 UNREAD = PromptView({})

@@ -85,31 +85,33 @@ class EventTrace:
         return self._give(float("inf"))
 
     def _store(self, now: float, event: BlockStored) -> None:
-        if event.parent is not None and event.parent not in self._blocks:
-            self.left_out += 1
-            return
-        salt = event.salt if event.parent is None else self._blocks[event.parent][2]
-        size, parent = event.block_size, event.parent
-        stored = [hash_tokens(event.token_ids[at * size : (at + 1) * size]) for at in range(len(event.block_hashes))]
-        chain = None if event.parent is None else self._tails.pop(event.parent, None)
-        if chain is None or not (len(stored) == 1 or now - chain.latest_s < JOIN_S):
-            chain = _Chain(now, now, salt, size, self._list_ids(event.parent))
+        size, parent, count = event.block_size, event.parent, len(event.block_hashes)
+        chain = None if parent is None else self._tails.pop(parent, None)
+        if chain is None or not (count == 1 or now - chain.latest_s < JOIN_S):
+            before = self._list_ids(parent)
+            if before is None:
+                self.left_out += 1
+                return
+            chain = _Chain(now, now, event.salt if parent is None else self._blocks[parent][2], size, before)
             self._open.append(chain)
+        stored = [hash_tokens(event.token_ids[at * size : (at + 1) * size]) for at in range(count)]
         if now - chain.latest_s < JOIN_S:  # later blocks are of its answer
             chain.latest_s = now
             chain.ids += stored
         for block_hash, content in zip(event.block_hashes, stored, strict=True):
-            self._blocks[block_hash] = (parent, content, salt)
+            self._blocks[block_hash] = (parent, content, chain.salt)
             parent = block_hash
         if parent is not None:
             self._tails[parent] = chain
         while len(self._blocks) > MOST_BLOCKS:
             self._tails.pop(self._blocks.popitem(last=False)[0], None)
 
-    def _list_ids(self, last: BlockHash | None) -> list[int]:
-        """The contents of the blocks up to ``last``, from the first one on."""
-        found = []
-        while last is not None and last in self._blocks:
+    def _list_ids(self, last: BlockHash | None) -> list[int] | None:
+        """The contents of the blocks up to ``last``, from the first one on; None where one of them is not known."""
+        found: list[int] = []
+        while last is not None:
+            if last not in self._blocks or len(found) > len(self._blocks):  # the second: a chain that bites its tail
+                return None
             last, content, _ = self._blocks[last]
             found.append(content)
         return found[::-1]

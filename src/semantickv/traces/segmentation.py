@@ -124,7 +124,7 @@ OTHER = "other"
 
 @dataclass(frozen=True, slots=True)
 class Classifier:
-    """Rules in order; ``explicit`` types given by the sender win over all of them.
+    """Rules in order: the first that matches gives the type.
 
     >>> Classifier().classify(TextPiece("How do I renew it?", role="user"))
     'user'
@@ -301,21 +301,21 @@ class Segmenter:
 
     def _build_blocks(self, pieces: Iterable[TextPiece]) -> Iterator[TextBlock]:
         """Give each part its type and size; blanks that stand alone go to the block before them."""
-        held: tuple[str, str] | None = None
+        kind = text = ""
         for piece in pieces:
+            is_first = True  # of its section
             for part in _split_parts(piece.text):
-                kind = self.classifier.classify(TextPiece(part, piece.role, piece.label))
-                if held is None:
-                    held = (kind, part)
-                elif not part.strip() or not held[1].strip():
-                    held = (held[0] if held[1].strip() else kind, held[1] + part)
-                elif kind == held[0] and part is not piece.text and self.count(held[1]) < self.min_block_tokens:
-                    held = (kind, held[1] + part)
+                found = self.classifier.classify(TextPiece(part, piece.role, piece.label))
+                if not text.strip():
+                    kind, text = found, text + part
+                elif not part.strip() or (found == kind and not is_first and self.count(text) < self.min_block_tokens):
+                    text += part
                 else:
-                    yield from self._split_long(*held)
-                    held = (kind, part)
-        if held is not None and held[1]:
-            yield from self._split_long(*held)
+                    yield from self._split_long(kind, text)
+                    kind, text = found, part
+                is_first = is_first and not part.strip()
+        if text:
+            yield from self._split_long(kind, text)
 
     def _split_long(self, kind: str, text: str) -> Iterator[TextBlock]:
         """Yield the text as one block, or as several if it is longer than ``max_block_tokens``."""

@@ -36,7 +36,7 @@ class Ledger:
     """Matches receipts with plans and adds them up. Thread-safe; remembers ``limit`` plans and as many answers.
 
     >>> ledger = Ledger()
-    >>> ledger.planned("r", ReusePlan((Span("donor", 0, 0, 64),), prompt_tokens=100))
+    >>> ledger.note_plan("r", ReusePlan((Span("donor", 0, 0, 64),), prompt_tokens=100))
     >>> ledger.totals().tokens["reused"]
     0
     """
@@ -54,7 +54,7 @@ class Ledger:
         self._unconfirmed = 0
         self._refused = 0
 
-    def planned(self, request_id: str, plan: ReusePlan) -> None:
+    def note_plan(self, request_id: str, plan: ReusePlan) -> None:
         """Remember the plan that a receipt will have to answer.
 
         A later plan for the same request replaces the earlier one. A plan for a request that was answered
@@ -102,7 +102,7 @@ class Ledger:
         if plan is None:
             raise ReceiptError(
                 f"the receipt of {name} claims reuse, but no plan is known",
-                hint="call planned() before the backend starts, and answer within the ledger's limit",
+                hint="call note_plan() before the backend starts, and answer within the ledger's limit",
             )
         if receipt.reused_tokens > plan.reused_tokens:
             raise ReceiptError(
@@ -130,6 +130,6 @@ class Ledger:
             self._declines[receipt.reason] += 1
 
 
-def _lies_within(span: Span, planned: Span) -> bool:
-    same_source = (span.donor_id, span.generation, span.shift) == (planned.donor_id, planned.generation, planned.shift)
-    return same_source and planned.target_start <= span.target_start and span.target_end <= planned.target_end
+def _lies_within(span: Span, whole: Span) -> bool:
+    same_source = (span.donor_id, span.generation, span.shift) == (whole.donor_id, whole.generation, whole.shift)
+    return same_source and whole.target_start <= span.target_start and span.target_end <= whole.target_end

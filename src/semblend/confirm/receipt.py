@@ -314,8 +314,8 @@ _AS_THEY_ARE = (
 )
 
 
-def build_receipt(facts: RequestFacts, work: Any = None, declined: Decline | None = None) -> Receipt:
-    """Build the receipt from the facts, the backend's ``work`` and its reason to refuse, where there is one.
+def build_receipt(facts: RequestFacts, work: Any = None, refusal: Decline | None = None) -> Receipt:
+    """Build the receipt from the facts, the backend's ``work`` and its ``refusal``, where there is one.
 
     ``work`` has its numbers under the names of a receipt's fields; ``compute_ms`` is then the backend's. Without it no
     reuse is counted, whatever was planned. Tokens that are neither exact, reused nor recomputed are prefill.
@@ -330,7 +330,7 @@ def build_receipt(facts: RequestFacts, work: Any = None, declined: Decline | Non
     if work is not None:
         values |= {name: getattr(work, name) for name in _WORK}
     reused, recomputed = values.get("reused_tokens", 0), values.get("recomputed_tokens", 0)
-    outcome, why = _find_outcome(facts, reused, declined)
+    outcome, why = _find_outcome(facts, reused, refusal)
     return Receipt(
         **values,
         namespace=facts.namespace.digest,
@@ -342,12 +342,12 @@ def build_receipt(facts: RequestFacts, work: Any = None, declined: Decline | Non
     )
 
 
-def _find_outcome(facts: RequestFacts, reused: int, declined: Decline | None) -> tuple[Outcome, Decline | None]:
+def _find_outcome(facts: RequestFacts, reused: int, refusal: Decline | None) -> tuple[Outcome, Decline | None]:
     """What became of the request, and why nothing was reused."""
     if reused:
         return Outcome.BACKEND_MATERIALIZED_REUSE, None
-    if declined is not None:
-        return Outcome.BACKEND_DECLINED_REUSE, declined
+    if refusal is not None:
+        return Outcome.BACKEND_DECLINED_REUSE, refusal
     not_planned = facts.decision if isinstance(facts.decision, Decline) else None
     if facts.exact_tokens:
         return Outcome.EXACT_PREFIX_ROUTE, not_planned

@@ -350,24 +350,20 @@ class HttpServer:
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
         with self._listen_to_signals(self._loop):  # one that comes while the application starts is no exception in it
-            await self._live()
-
-    async def _live(self) -> None:
-        try:
-            from uvicorn.config import Config
-            from uvicorn.lifespan.off import LifespanOff
-            from uvicorn.lifespan.on import LifespanOn
-        except ImportError:
-            raise MissingDependencyError(
-                "uvicorn is not installed", hint="pip install 'semblend-suite[edge]'"
-            ) from None
-        settings = Config(self._app, proxy_headers=False, log_level="warning", ws="none", lifespan="off")
-        settings.load()
-        lifespan = (LifespanOn if self._lifespan else LifespanOff)(settings)
-        await lifespan.startup()
-        if not lifespan.should_exit:
-            await self._serve(settings, lifespan.state)
-        await lifespan.shutdown()
+            try:
+                from uvicorn.config import Config
+                from uvicorn.lifespan.off import LifespanOff
+                from uvicorn.lifespan.on import LifespanOn
+            except ImportError:
+                hint = "pip install 'semblend-suite[edge]'"
+                raise MissingDependencyError("uvicorn is not installed", hint=hint) from None
+            settings = Config(self._app, proxy_headers=False, log_level="warning", ws="none", lifespan="off")
+            settings.load()
+            lifespan = (LifespanOn if self._lifespan else LifespanOff)(settings)
+            await lifespan.startup()
+            if not lifespan.should_exit:
+                await self._serve(settings, lifespan.state)
+            await lifespan.shutdown()
 
     async def _serve(self, settings: Config, app_state: dict[str, Any]) -> None:
         from uvicorn.server import ServerState

@@ -71,7 +71,7 @@ def is_given(value: object) -> bool:
 class SessionRequest:
     """What an engine says of a request when it first asks about it.
 
-    ``longest_prefix``: how much of the prompt a prefix may cover; None for all of it. ``declined``: why a request of
+    ``longest_prefix``: how much of the prompt a prefix may cover; None for all of it. ``unsupported``: why a request of
     its kind is computed without us. ``answered``: it has said tokens before, and its receipt is written. ``source`` is
     the engine's own object: a later request may have the same id.
     """
@@ -80,7 +80,7 @@ class SessionRequest:
     prompt: Prompt
     longest_prefix: int | None = None
     quality: str | None = None
-    declined: str = ""
+    unsupported: str = ""
     opt_out: bool = False
     answered: bool = False
     source: Any = None
@@ -116,7 +116,7 @@ class LoadResult:
         return cls(reason=why.reason, detail=why.detail, failed=True, faulty_donors=why.faulty_donors)
 
     @property
-    def declined(self) -> Decline | None:
+    def decline(self) -> Decline | None:
         """Why there is no donor KV in the prompt; None where there is."""
         return None if self.reason is None else Decline(self.reason, self.detail, faulty_donors=self.faulty_donors)
 
@@ -128,7 +128,7 @@ class ReuseSession:
     ``exact_tokens``: what the engine itself holds of the prompt. ``decision`` is the library's, taken at ``epoch`` of
     the donors. ``plan`` is what a load was begun with, or the plan of the equal prompt whose KV it ``shares``.
     ``approximate_from``: KV from there on may differ from a cold prefill's; None where all is exact. ``cold``: why it
-    is computed without donors, for good. ``begun``: how often a load has begun. ``predicted_loss``: why a reuse is
+    is computed without donors, for good. ``loads_begun``: how often one has begun. ``predicted_loss``: why a reuse is
     expected to cost more than it saves, once ``judged``: engines ask often, and the memory counts what it declines.
     ``restarted``: the engine took its KV back after the answer had begun. ``private``: nothing of it may be published.
     """
@@ -145,7 +145,7 @@ class ReuseSession:
     result: LoadResult | None = None
     cold: Decline | None = None
     shares: bool = False
-    begun: int = 0
+    loads_begun: int = 0
     judged: bool = False
     predicted_loss: Decline | None = None
     kept_tokens: int = 0

@@ -111,7 +111,7 @@ class Sessions:
         if session.epoch == self.donors.epoch and session.exact_tokens == exact_tokens:
             return session.offered_tokens
         session.withdraw()
-        if session.begun:
+        if session.loads_begun:
             self.semblend.release(session.request_id)
         session.exact_tokens = exact_tokens
         if exact_tokens >= len(session.prompt) - (0 if self.traits.samples else 1):
@@ -134,8 +134,8 @@ class Sessions:
     def explain_no_reuse(self, session: ReuseSession) -> str | None:
         """Why a request like this is computed without donors; None where it need not be."""
         if session.restarted or session.request.answered:
-            return session.request.declined or "the request was preempted and goes on with the tokens it has said"
-        return session.request.declined or None
+            return session.request.unsupported or "the request was preempted and goes on with the tokens it has said"
+        return session.request.unsupported or None
 
     def opts_out(self, session: ReuseSession) -> bool:
         return session.request.opt_out or session.mode == "exact"
@@ -202,9 +202,9 @@ class Sessions:
         """Claim the donors of what was offered, until the receipt; where that fails the request runs cold."""
         plan = session.decision
         assert isinstance(plan, ReusePlan), "only what was offered can be loaded"
-        session.begun += 1
+        session.loads_begun += 1
         claimed: ReusePlan | Decline
-        if session.begun > MAX_BEGINNINGS:
+        if session.loads_begun > MAX_BEGINNINGS:
             claimed = Decline(DeclineReason.CAPACITY, f"its load was stopped {MAX_BEGINNINGS} times")
         else:
             claimed = self.semblend.claim(plan, session.request_id)
@@ -230,7 +230,7 @@ class Sessions:
         if not result.failed:
             session.fill(result)
         else:
-            session.run_cold(result.declined or Decline(DeclineReason.ERROR, "its load failed"), result)
+            session.run_cold(result.decline or Decline(DeclineReason.ERROR, "its load failed"), result)
         if result.exact_until is None:  # there is nothing of a donor in it
             self.semblend.release(session.request_id)
         if result.reason is DeclineReason.VALIDATION_FAILED and session.plan is not None:
@@ -261,7 +261,7 @@ class Sessions:
         """
         request, whole = session.request, len(session.prompt) if tokens is None else tokens
         wanted = self.traits.keeps_donors and self.config.enabled and not request.opt_out
-        if not wanted or request.declined or request.answered:
+        if not wanted or request.unsupported or request.answered:
             return 0
         exact = whole if session.exact_end is None else min(session.exact_end, len(session.prompt))
         if session.exact_end is not None and session.plan is not None:
@@ -276,10 +276,10 @@ class Sessions:
         """The receipt, written once, when the first token is out; only it counts as reuse."""
         if session.receipt is not None or session.request.answered:
             return None
-        result, declined = session.result, session.cold
+        result, refusal = session.result, session.cold
         work = None if result is None or result.failed else result
         if result is not None:
-            declined = result.declined or declined
+            refusal = result.decline or refusal
         if work is not None and work.compute_ms is None:
             work = replace(work, compute_ms=compute_ms)
         facts = RequestFacts(
@@ -295,10 +295,10 @@ class Sessions:
             compute_ms=compute_ms,
             ttft_ms=ttft_ms,
         )
-        session.receipt = build_receipt(facts, work or _strip(result), declined)
+        session.receipt = build_receipt(facts, work or _strip(result), refusal)
         if session.is_gated and session.plan is not None and result is not None and not session.shares:
             self.outcomes.learn(
-                session.plan, session.prompt.namespace, session.mode, work=result.work, declined=result.reason
+                session.plan, session.prompt.namespace, session.mode, work=result.work, reason=result.reason
             )
         self.record(session.receipt)
         return session.receipt

@@ -79,7 +79,7 @@ def test_no_memory_for_a_donor_costs_the_donor_and_an_event_says_so(model, sink,
         raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr(engine.reuse.donor_kv.memory, "_allocate", full)
+        patched.setattr(engine.reuse.donor_kv.memory, "take", full)
         first = engine.generate([Request("first", about(1), FIVE)])[0]
     assert first.tokens == cold(model, about(1))
     ((where, message),) = errors(sink)

@@ -146,7 +146,7 @@ def test_off_a_prompt_that_is_preempted_among_its_gaps_is_filled_again():
         engine.step()
     done = stream.completion()
     assert done.receipt.reused_tokens > 600
-    assert sequence.session.begun == 2
+    assert sequence.session.loads_begun == 2
     assert done.tokens == serve(make_engine(strict=False)).tokens
     engine.check()
 

@@ -66,7 +66,7 @@ class SchedulerWorld:
             from semblend.confirm.sinks import CallbackSink, EventStream
 
             stream = EventStream([CallbackSink(self.events.append)])
-            self.sessions.semblend.events = self.sessions.semblend._report._stream = stream
+            self.sessions.semblend.events = self.sessions.semblend._reporter._stream = stream
             self._watch_loads()
 
     @property

@@ -179,7 +179,7 @@ class World:
         self.worker.load, self.worker.capture = self._real["load"], self._real["capture"]
         self.half.semblend.config = dataclasses.replace(self.half.semblend.config, discovery_only=False)
         stream = EventStream([CallbackSink(self.events.append)])
-        self.half.semblend.events = self.half.semblend._report._stream = stream
+        self.half.semblend.events = self.half.semblend._reporter._stream = stream
         for seen in (self.kv, self.loads, self.events, self.kv_events):
             seen.clear()
         self.ask(self.ids("flush the drops"), tokens=1, opt_out=True)

@@ -20,10 +20,10 @@ USERS = 14
 
 @pytest.fixture
 def healing(any_world):
-    any_world.half.promotion.on = True
+    any_world.half.healing.on = True
     yield any_world
-    assert any_world.half.promotion.on, "it did not fail"
-    any_world.half.promotion.on = False
+    assert any_world.half.healing.on, "it did not fail"
+    any_world.half.healing.on = False
     any_world.scheduler.scheduler_config.long_prefill_token_threshold = 0
 
 
@@ -90,7 +90,7 @@ def test_users_who_come_at_once_hold_the_document_once(healing):
     held = {}
     for on in (False, True):
         donor, prompts = make_prompts(2 + on)
-        healing.half.promotion.on = on
+        healing.half.healing.on = on
         healing.ask(donor)
         start_requests(healing, prompts)
         outputs, blocks = finish_requests(healing)
@@ -120,7 +120,7 @@ def test_who_waits_for_a_prefill_that_is_aborted_is_served_all_the_same(healing)
     healing.scheduler.scheduler_config.long_prefill_token_threshold = 64
     healing.ask(donor)
     start_requests(healing, prompts)
-    engine, books = healing.llm.llm_engine, healing.half.promotion.books
+    engine, books = healing.llm.llm_engine, healing.half.healing.accounts
     while not books._waits:
         engine.step()
     (owner,) = books._owners

@@ -246,7 +246,7 @@ def test_when_our_passes_fail_vllm_computes_the_blocks(world, monkeypatch):
     assert worst(world.kv_of(later), world.kv_of(cold)) == 0.0
 
 
-@pytest.mark.parametrize("hook", ["count_matched", "allocated", "build_orders", "reported", "finished"])
+@pytest.mark.parametrize("hook", ["count_matched", "note_allocated", "build_orders", "note_report", "finish"])
 def test_a_failing_scheduler_connector_never_fails_a_request_and_pollutes_nothing(world, monkeypatch, hook):
     target, cold = shifted(world, 32)
     monkeypatch.setattr(world.half, hook, broken)

@@ -28,7 +28,7 @@ def make(**more):
 
 def test_plain_text_generation_is_served():
     request = read_request(make(), 2, Namespace(model="m"))
-    assert request.declined == ""
+    assert request.unsupported == ""
     assert request.prompt.token_ids.tolist() == [1, 2, 3]
     assert request.prompt.namespace == Namespace(model="m")
 
@@ -50,11 +50,11 @@ def test_plain_text_generation_is_served():
     ids=lambda more: next(iter(more)),
 )
 def test_what_we_would_get_wrong_is_computed_without_us(more):
-    assert read_request(make(**more), 2, Namespace()).declined
+    assert read_request(make(**more), 2, Namespace()).unsupported
 
 
 def test_log_probabilities_of_the_answer_are_served():
-    assert not read_request(make(return_logprob=True, logprob_start_len=-1), 2, Namespace()).declined
+    assert not read_request(make(return_logprob=True, logprob_start_len=-1), 2, Namespace()).unsupported
 
 
 def test_a_salt_and_an_extra_key_are_told_apart():
@@ -66,8 +66,8 @@ def test_a_salt_and_an_extra_key_are_told_apart():
 
 
 def test_a_request_without_a_salt_can_be_declined():
-    assert read_request(make(), 2, Namespace(), require_cache_salt=True).declined
-    assert not read_request(make(cache_salt="s"), 2, Namespace(), require_cache_salt=True).declined
+    assert read_request(make(), 2, Namespace(), require_cache_salt=True).unsupported
+    assert not read_request(make(cache_salt="s"), 2, Namespace(), require_cache_salt=True).unsupported
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ def test_a_plain_engine_is_served_and_an_unknown_version_is_not():
 )
 def test_a_request_of_another_kind_is_declined(more):
     request = SimpleNamespace(request_id=1, get_tokens=lambda beam: [1, 2, 3], **({"cache_salt": None} | more))
-    assert read_request(request, Namespace()).declined
+    assert read_request(request, Namespace()).unsupported
 
 
 def test_a_plain_request_is_not_declined_and_its_salt_names_its_tenant():
@@ -161,9 +161,9 @@ def test_a_plain_request_is_not_declined_and_its_salt_names_its_tenant():
         is_generation_only_request=lambda: False,
     )  # fmt: skip
     waiting = read_request(request, Namespace(model="m"), require_cache_salt=True)
-    assert (waiting.declined, waiting.prompt.namespace.salt) == ("", "acme")
+    assert (waiting.unsupported, waiting.prompt.namespace.salt) == ("", "acme")
     request.cache_salt = None
-    assert read_request(request, Namespace(), require_cache_salt=True).declined
+    assert read_request(request, Namespace(), require_cache_salt=True).unsupported
 
 
 def test_no_row_of_the_tables_claims_that_the_engine_was_run():

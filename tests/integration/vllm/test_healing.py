@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semblend.integration.vllm.scheduler.promotion import (
+from semblend.integration.vllm.scheduler.healing import (
     MAX_WAITS,
     MIN_SHARE,
-    Healing,
+    PrefixAccounts,
     Verdict,
     list_marks,
 )
@@ -58,7 +58,7 @@ def count_loads_before_a_prefill(healing, share=0.25, **where):
 
 def sum_costs(shares, evicted=frozenset()):
     """What requests of one prefix cost; it is held from its prefill until the request that finds it ``evicted``."""
-    healing, total, held = Healing(), 0.0, False
+    healing, total, held = PrefixAccounts(), 0.0, False
     for number, share in enumerate(shares):
         held = held and number not in evicted
         if held:
@@ -81,7 +81,7 @@ def test_however_often_it_is_evicted_it_costs_less_than_twice_what_always_loadin
 
 @given(SHARES)
 def test_it_is_computed_when_the_next_load_would_bring_its_loads_to_the_price(share):
-    loads = count_loads_before_a_prefill(Healing(), share)
+    loads = count_loads_before_a_prefill(PrefixAccounts(), share)
     assert loads * share < 1 + 1e-9
     assert (loads + 1) * share > 1 - 1e-9
 
@@ -90,7 +90,7 @@ def test_it_is_computed_when_the_next_load_would_bring_its_loads_to_the_price(sh
 def test_prompts_that_part_somewhere_cost_no_more_than_twice_their_loads(data):
     """Prefixes of a tree, each of two segments at every depth; whatever is computed stays in the cache."""
     paths = data.draw(st.lists(st.tuples(*[st.integers(0, 1)] * 4), min_size=1, max_size=60))
-    healing, cached, spent, loads = Healing(), set(), 0.0, 0.0
+    healing, cached, spent, loads = PrefixAccounts(), set(), 0.0, 0.0
     for number, path in enumerate(paths):
         exact = max((depth for depth in range(5) if path[:depth] in cached), default=0)
         behind = [depth for depth in range(1, 5) if depth > exact]
@@ -106,17 +106,17 @@ def test_prompts_that_part_somewhere_cost_no_more_than_twice_their_loads(data):
 
 
 def test_a_load_that_costs_as_much_as_a_prefill_is_never_begun():
-    assert count_loads_before_a_prefill(Healing(), 1.0) == 0
+    assert count_loads_before_a_prefill(PrefixAccounts(), 1.0) == 0
 
 
 def test_being_asked_again_and_again_costs_nothing():
-    healing = Healing()
+    healing = PrefixAccounts()
     for _ in range(50):
         assert healing.judge(make_cost("waits for blocks"), nobody) is Verdict.LOAD
 
 
 def test_only_what_is_shared_counts():
-    healing, rng = Healing(), random.Random(1)
+    healing, rng = PrefixAccounts(), random.Random(1)
     for number in range(200):
         shared = make_cost("", 0.1, marks=8, tokens=2048).marks[:1]
         own = [
@@ -132,7 +132,7 @@ def test_only_what_is_shared_counts():
 
 @pytest.mark.parametrize("apart", [{"prefix": b"q"}, {"tenant": "another"}])
 def test_namespaces_and_prefixes_have_accounts_of_their_own(apart):
-    healing = Healing()
+    healing = PrefixAccounts()
     for number in range(3):
         serve(healing, make_cost(str(number)))
     assert count_loads_before_a_prefill(healing, **apart) == 3
@@ -140,7 +140,7 @@ def test_namespaces_and_prefixes_have_accounts_of_their_own(apart):
 
 
 def test_nobody_of_another_prefix_or_tenant_waits():
-    healing = Healing()
+    healing = PrefixAccounts()
     assert healing.judge(make_cost("owner", 1.0), nobody) is Verdict.PREFILL
     assert healing.judge(make_cost("other", prefix=b"q"), everybody) is Verdict.LOAD
     assert healing.judge(make_cost("tenant", tenant="another"), everybody) is Verdict.LOAD
@@ -150,7 +150,7 @@ def test_nobody_of_another_prefix_or_tenant_waits():
 
 @given(st.lists(st.booleans(), max_size=3 * MAX_WAITS), st.integers(0, 3))
 def test_nobody_waits_for_ever(computing, times):
-    healing = Healing()
+    healing = PrefixAccounts()
     healing.judge(make_cost("owner", 1.0), nobody)
     computing += [True] * (times * MAX_WAITS)
     verdicts = [healing.judge(make_cost("waits"), lambda _name, now=now: now) for now in computing]
@@ -160,20 +160,20 @@ def test_nobody_waits_for_ever(computing, times):
 
 
 def test_a_prefill_that_came_to_nothing_starts_the_account_again():
-    healing = Healing()
+    healing = PrefixAccounts()
     assert count_loads_before_a_prefill(healing) == 3
     assert count_loads_before_a_prefill(healing) == 3, "no prefill follows a prefill"
 
 
 def test_a_name_that_is_used_again_is_another_request():
-    healing = Healing()
+    healing = PrefixAccounts()
     assert healing.judge(make_cost("name", 1.0), nobody) is Verdict.PREFILL
     healing.forget("name")
     assert healing.judge(make_cost("name"), nobody) is Verdict.LOAD
 
 
 def test_memory_is_bounded_and_a_tenant_pushes_out_its_own():
-    healing = Healing(most_tenants=3, most_accounts=8)
+    healing = PrefixAccounts(most_tenants=3, most_accounts=8)
     for _ in range(3):
         serve(healing, make_cost("kept", tenant="quiet"))
     for number in range(100):
@@ -186,7 +186,7 @@ def test_memory_is_bounded_and_a_tenant_pushes_out_its_own():
 
 
 def test_a_prompt_with_more_marks_than_there_is_room_for_is_loaded():
-    healing = Healing(most_accounts=2)
+    healing = PrefixAccounts(most_accounts=2)
     assert [serve(healing, make_cost(str(number))) for number in range(3)] == [Verdict.LOAD] * 3
 
 

@@ -62,7 +62,7 @@ class Engine:
             self.half.give_up(request.request_id)
             return claimed, None
         tokens = len(request.prompt_token_ids)
-        self.half.allocated(request, list(range(-(-tokens // BLOCK))), 0)
+        self.half.note_allocated(request, list(range(-(-tokens // BLOCK))), 0)
         orders = self.half.build_orders(
             SimpleNamespace(
                 scheduled_new_reqs=[SimpleNamespace(req_id=request.request_id, num_computed_tokens=0)],
@@ -75,8 +75,8 @@ class Engine:
             )
         )
         captured = {(capture.donor_id, capture.generation) for capture in orders.captures}
-        self.half.reported(Report(served=list(orders.served), captured=captured))
-        receipt = self.half.finished(request.request_id)
+        self.half.note_report(Report(served=list(orders.served), captured=captured))
+        receipt = self.half.finish(request.request_id)
         return claimed, receipt.to_caller_dict()
 
     @property

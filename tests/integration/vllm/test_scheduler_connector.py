@@ -99,7 +99,7 @@ class World:
 
     def allocate(self, request, tokens, claimed=0):
         needed = -(-tokens // BLOCK)
-        self.half.allocated(request, list(range(self.blocks, self.blocks + needed)), claimed)
+        self.half.note_allocated(request, list(range(self.blocks, self.blocks + needed)), claimed)
         self.blocks += needed
         self.requests[request.request_id] = request
 
@@ -114,7 +114,7 @@ class World:
             if load.spans and not told["failed"] and not is_exact:
                 told.setdefault("exact_until", load.spans[0].target_start)
             report.loaded[load.request_id] = LoadResult(**told)
-        self.half.reported(report)
+        self.half.note_report(report)
 
     def schedule(self, load):
         """A request whose load is over is computed: what is behind the claim, or behind what was exact before."""
@@ -137,13 +137,13 @@ class World:
     def told(self, orders):
         report = Report(served=list(orders.served))
         report.captured = {(c.donor_id, c.generation) for c in orders.captures}
-        self.half.reported(report)
+        self.half.note_report(report)
 
     def donor(self, name="donor", document=DOCUMENT, *, lead=40, **rest):
         request = FakeRequest(name, [*range(lead), *document], **rest)
         _, orders = self.admit(request)
         self.served(orders)
-        self.half.finished(name)
+        self.half.finish(name)
         return request
 
     def errors(self):
@@ -173,7 +173,7 @@ def test_a_prompt_becomes_a_donor_only_when_the_worker_has_its_kv(world):
 def test_a_donor_that_one_rank_could_not_keep_is_not_registered(world):
     _, orders = world.admit(FakeRequest("donor", [*range(40), *DOCUMENT]))
     key = (orders.captures[0].donor_id, orders.captures[0].generation)
-    world.half.reported(Report(captured={key}).merge(Report(not_captured={key})))
+    world.half.note_report(Report(captured={key}).merge(Report(not_captured={key})))
     assert world.half.semblend.donors() == ()
 
 
@@ -208,7 +208,7 @@ def test_reuse_is_counted_from_the_workers_word_only(world):
     request = target()
     _, orders = world.admit(request)
     world.served(orders, reused_tokens=150, recomputed_tokens=50)
-    receipt = world.half.finished("target")
+    receipt = world.half.finish("target")
     assert (receipt.reused_tokens, receipt.recomputed_tokens, receipt.prefill_tokens) == (150, 50, 27)
     assert world.half.semblend.totals().tokens["reused"] == 150
 
@@ -218,7 +218,7 @@ def test_a_request_that_ends_before_the_report_gets_its_receipt_when_it_comes(wo
     _, orders = world.admit(target())
     world.loaded(orders)
     orders = world.schedule(orders.loads[0])
-    assert world.half.finished("target") is None
+    assert world.half.finish("target") is None
     world.told(orders)
     assert world.half.semblend.totals().tokens["reused"] == 200
     assert world.half._records == {}
@@ -228,7 +228,7 @@ def test_a_backends_decline_keeps_its_reason(world):
     world.donor()
     _, orders = world.admit(target())
     world.served(orders, reused_tokens=0, reason=DeclineReason.STALE, detail="gone")
-    receipt = world.half.finished("target")
+    receipt = world.half.finish("target")
     assert (receipt.outcome, receipt.reason) == ("backend_declined_reuse", "stale")
 
 
@@ -298,7 +298,7 @@ def test_mode_fast_leaves_a_span_behind_a_long_gap_to_vllm(world):
 
 def test_what_a_pass_costs_on_this_machine_is_told_by_the_workers_and_declines_small_reuses(world):
     world.donor()
-    world.half.reported(Report(pass_rows=600))
+    world.half.note_report(Report(pass_rows=600))
     claimed, _ = world.admit(FakeRequest("target", [7, *DOCUMENT, 8, 9]))
     assert claimed == 0
     assert world.half._records["target"].decision.reason is DeclineReason.BELOW_BREAK_EVEN
@@ -343,7 +343,7 @@ def test_kinds_of_requests_that_we_cannot_serve_are_declined_with_a_reason(world
     assert claimed == 0
     assert orders.captures == []
     world.served(orders)
-    assert world.half.finished("target").reason == "unsupported_mode"
+    assert world.half.finish("target").reason == "unsupported_mode"
 
 
 @pytest.mark.parametrize("flag", ["do_remote_decode", "do_remote_prefill", "disagg_spec"])
@@ -354,7 +354,7 @@ def test_a_request_between_prefill_and_decode_engines_is_never_claimed_and_never
     claimed, orders = world.admit(request)
     assert (claimed, orders.loads, orders.captures) == (0, [], [])
     world.served(orders)
-    receipt = world.half.finished("target")
+    receipt = world.half.finish("target")
     assert (receipt.outcome, receipt.reason) == ("cold_fallback", "unsupported_mode")
     assert flag in receipt.detail
     assert [donor.donor_id for donor in world.half.semblend.donors()] == ["donor"]
@@ -364,11 +364,11 @@ def test_a_request_between_prefill_and_decode_engines_is_never_claimed_and_never
 def test_kv_of_another_engine_is_no_donor_though_its_connector_clears_the_flag(world, left):
     request = target(kv_transfer_params={"do_remote_prefill": True})
     if left:
-        world.half.left_to_another(request, 100)
+        world.half.leave_to_another(request, 100)
     else:
         assert world.half.count_matched(request, 0) == 0
     request.kv_transfer_params["do_remote_prefill"] = False  # as NIXL and Mooncake do when blocks are allocated
-    world.half.allocated(request, list(range(15)), 0)
+    world.half.note_allocated(request, list(range(15)), 0)
     orders = world.step(new=[(request, 0, 227)])
     assert orders.served == ["target"]
     assert orders.captures == []
@@ -402,10 +402,10 @@ def test_an_engine_that_we_cannot_serve_never_reads_a_prompt_and_its_receipt_say
     request = target(num_output_tokens=3)
     request.prompt_token_ids = Unread(request.prompt_token_ids)
     if left:
-        world.half.left_to_another(request, 64)
+        world.half.leave_to_another(request, 64)
     else:
         assert world.half.count_matched(request, 64) == 0
-    world.half.allocated(request, list(range(15)), 0)
+    world.half.note_allocated(request, list(range(15)), 0)
     orders = world.step(new=[(request, 64, 163)])
     assert (orders.served, orders.captures, orders.loads) == ([], [], [])
     assert world.half._records == {}
@@ -440,7 +440,7 @@ def test_discovery_only_claims_nothing_and_still_tells():
     world.served(orders)
     assert claimed == 0
     assert request.block_hashes == before
-    assert world.half.finished("target").outcome == "semantic_discovery_only"
+    assert world.half.finish("target").outcome == "semantic_discovery_only"
 
 
 def test_an_evicted_donor_is_dropped_at_the_worker_and_the_other_way_round(world):
@@ -449,7 +449,7 @@ def test_an_evicted_donor_is_dropped_at_the_worker_and_the_other_way_round(world
     world.served(orders)
     world.half.semblend.forget("one")
     assert [donor_id for donor_id, _ in world.step().drops] == ["one"]
-    world.half.reported(Report(evicted={("two", world.half.donors.find_generation("two"))}))
+    world.half.note_report(Report(evicted={("two", world.half.donors.find_generation("two"))}))
     assert world.half.semblend.donors() == ()
 
 
@@ -464,7 +464,7 @@ def test_a_late_word_about_a_donor_that_was_reset_drops_it(world):
 def test_an_aborted_request_releases_its_donors(world):
     world.donor()
     world.half.count_matched(target(), 0)
-    world.half.finished("target")
+    world.half.finish("target")
     assert world.half.semblend._claims == {}
     assert world.half._records == {}
 
@@ -472,7 +472,7 @@ def test_an_aborted_request_releases_its_donors(world):
 def test_the_hit_is_split_into_what_donors_hold_and_what_we_compute(world):
     world.donor()
     claimed, _ = world.admit(target())
-    assert world.half.hit_sources("target", claimed) == (200, 26)
+    assert world.half.count_hit_sources("target", claimed) == (200, 26)
 
 
 def test_a_plan_whose_two_passes_cost_more_than_a_prefill_is_declined_before_the_claim():
@@ -485,7 +485,7 @@ def test_a_plan_whose_two_passes_cost_more_than_a_prefill_is_declined_before_the
     claimed, orders = world.admit(FakeRequest("target", pieces, kv_transfer_params=asked))
     assert claimed == 0
     world.served(orders)
-    assert world.half.finished("target").reason == "below_break_even"
+    assert world.half.finish("target").reason == "below_break_even"
 
 
 @pytest.mark.parametrize(("seam_tokens", "served"), [(0, True), (48, False)])
@@ -502,7 +502,7 @@ def test_memory_of_requests_stays_flat(world):
     for number in range(200):
         _, orders = world.admit(target(f"target-{number}"))
         world.served(orders)
-        world.half.finished(f"target-{number}")
+        world.half.finish(f"target-{number}")
     assert not world.half._records
     assert not world.half.donors._on_the_way
     assert world.half.semblend.totals().requests["backend_materialized_reuse"] == 200
@@ -528,7 +528,7 @@ def test_the_worker_hears_when_blocks_that_it_copies_from_change_hands(world):
     assert [capture.donor_id for capture in orders.captures] == ["donor"]
     assert orders.freed == []
     world.served(orders)
-    world.half.finished("donor")
+    world.half.finish("donor")
     assert world.step().freed == ["donor"]
     assert world.step().freed == [], "once"
 
@@ -537,7 +537,7 @@ def test_a_request_that_was_not_captured_frees_nothing_that_is_read(world):
     request = FakeRequest("short", range(8))
     _, orders = world.admit(request)
     world.served(orders)
-    world.half.finished("short")
+    world.half.finish("short")
     assert world.step().freed == []
 
 
@@ -610,7 +610,7 @@ def test_a_small_piece_is_not_worth_a_donor(world):
     assert claimed == 0
     assert [capture.tokens for capture in orders.captures] == [542]
     world.served(orders)
-    assert "becoming a donor" in world.half.finished("second").detail
+    assert "becoming a donor" in world.half.finish("second").detail
 
 
 BALANCED = {"kv_transfer_params": {"semblend": {"quality": "balanced"}}}
@@ -629,7 +629,7 @@ def test_the_second_request_of_a_kind_is_not_claimed_where_the_gate_refused_the_
     assert request.block_hashes == before  # its KV is vLLM's own, and enters the prefix cache
     assert [capture.tokens for capture in orders.captures] == [228]
     world.served(orders)
-    receipt = world.half.finished("second")
+    receipt = world.half.finish("second")
     assert (receipt.reason, receipt.outcome) == ("quality_risk", "cold_fallback")
     assert receipt.detail.startswith("such prompts cost 1.40 of a prefill")
 
@@ -651,7 +651,7 @@ def test_a_kind_that_the_worker_serves_is_claimed_each_time(world):
         claimed, orders = world.admit(target(f"target-{number}", **BALANCED))
         assert claimed
         world.served(orders, work=0.3)
-        world.half.finished(f"target-{number}")
+        world.half.finish(f"target-{number}")
 
 
 def test_another_salt_does_not_learn_from_it(world):
@@ -703,7 +703,7 @@ def test_a_refused_request_has_its_hashes_back_before_it_is_scheduled_and_is_nev
     assert orders.loads == []
     assert [capture.tokens for capture in orders.captures] == [227], "it is computed exactly, and so becomes a donor"
     world.told(orders)
-    receipt = world.half.finished("target")
+    receipt = world.half.finish("target")
     assert (receipt.outcome, receipt.reason, receipt.reused_tokens) == ("backend_declined_reuse", reason, 0)
 
 
@@ -749,7 +749,7 @@ def test_what_any_rank_has_found_wrong_is_wrong():
 def test_a_request_that_is_aborted_while_it_is_loaded_is_cancelled_once_and_frees_its_donors(world):
     world.donor()
     world.admit(target())
-    world.half.finished("target")
+    world.half.finish("target")
     assert world.half.semblend._claims == {}
     assert world.step().cancels == ["target"]
     assert world.step().cancels == []
@@ -759,7 +759,7 @@ def test_a_request_that_is_aborted_while_it_is_loaded_is_cancelled_once_and_free
 def test_a_word_about_a_load_that_was_cancelled_is_no_matter(world):
     world.donor()
     _, orders = world.admit(target())
-    world.half.finished("target")
+    world.half.finish("target")
     world.loaded(orders)
     assert world.half._records == {}
 
@@ -800,7 +800,7 @@ def test_an_equal_prompt_shares_the_blocks_and_computes_only_what_is_behind_them
     orders = world.step(new=[(other, found, 227 - found)])
     assert (orders.loads, orders.captures) == ([], [])
     world.told(orders)
-    receipt = world.half.finished("other")
+    receipt = world.half.finish("other")
     assert (receipt.exact_tokens, receipt.reused_tokens, receipt.prefill_tokens) == (16, 200, 11)
     assert (receipt.outcome, receipt.risk) == ("backend_materialized_reuse", 0.01)
     assert not world.errors()
@@ -831,7 +831,7 @@ def test_an_equal_prompt_does_not_wait_for_a_load_that_came_to_nothing(world, en
     if end == "refused":
         world.loaded(orders, reused_tokens=0, reason=DeclineReason.STALE)
     else:
-        world.half.finished("one")
+        world.half.finish("one")
     assert world.half.count_matched(other, 0) == 226
 
 
@@ -933,17 +933,17 @@ def test_a_donor_on_its_way_when_the_prefix_cache_is_emptied_never_arrives(world
 def test_donors_that_were_ordered_before_the_workers_named_their_weights_serve_afterwards(world):
     world.admit(FakeRequest("donor", [*range(40), *DOCUMENT]))
     report = Report(served=["donor"], captured={("donor", 1)}, weights="aa")
-    world.half.reported(report)
+    world.half.note_report(report)
     assert world.half.facts.namespace.revision == " weights:aa"
     assert world.half.count_matched(target(), 0) > 0
 
 
 def test_new_weights_void_donors_and_what_has_begun_becomes_none(world):
-    world.half.reported(Report(weights="aa"))
+    world.half.note_report(Report(weights="aa"))
     world.donor()
     begun = FakeRequest("begun", range(5000, 5200))
     world.admit(begun, tokens=100)
-    world.half.reported(Report(weights="bb"))
+    world.half.note_report(Report(weights="bb"))
     assert world.half.semblend.donors() == ()
     assert world.half.count_matched(target(), 0) == 0
     orders = world.step(cached=[("begun", 100, 100, [])])
@@ -954,16 +954,16 @@ def test_new_weights_void_donors_and_what_has_begun_becomes_none(world):
 
 
 def test_a_load_that_is_refused_for_new_weights_is_computed_and_its_donor_gone(world):
-    world.half.reported(Report(weights="aa"))
+    world.half.note_report(Report(weights="aa"))
     world.donor()
     request = target()
     claimed, orders = world.admit(request)
     assert claimed
     refused = {"target": LoadResult(reason=DeclineReason.STALE, failed=True)}
-    world.half.reported(Report(loaded=refused, weights="bb"))
+    world.half.note_report(Report(loaded=refused, weights="bb"))
     orders = world.schedule(orders.loads[0])
     world.told(orders)
-    receipt = world.half.finished("target")
+    receipt = world.half.finish("target")
     assert (receipt.reused_tokens, str(receipt.reason)) == (0, "stale")
     assert world.half.semblend.donors() == ()
 
@@ -1045,10 +1045,10 @@ def user(name, **rest):
 @pytest.fixture
 def healing(world):
     """A donor holds the document, and prefixes that many load are computed."""
-    world.half.promotion.on = True
+    world.half.healing.on = True
     for name, tenant in (("donor", None), ("theirs", "tenant")):
         world.served(world.admit(FakeRequest(name, [*range(40), *LONG], salt=tenant))[1])
-        world.half.finished(name)
+        world.half.finish(name)
     return world
 
 
@@ -1061,7 +1061,7 @@ def load_until_due(world, **rest):
             return request, number
         world.allocate(request, claimed, claimed)
         world.served(world.step())
-        world.half.finished(request.request_id)
+        world.half.finish(request.request_id)
     raise AssertionError("nobody was computed")
 
 
@@ -1075,7 +1075,7 @@ def test_a_prefix_whose_loads_have_cost_a_prefill_is_computed_once_under_its_own
     assert [capture.tokens for capture in orders.captures] == [len(request.prompt_token_ids)]
     assert request.block_hashes == own
     healing.told(orders)
-    receipt = healing.half.finished(request.request_id)
+    receipt = healing.half.finish(request.request_id)
     assert (receipt.outcome, receipt.reason) == ("cold_fallback", DeclineReason.SHARED_PREFIX)
     assert healing.half.count_matched(user("next"), SHARED) == 0, "it has an exact hit"
     assert healing.half.count_matched(user("later"), 0) > 0, "evicted since: the account starts again"
@@ -1097,14 +1097,14 @@ def test_a_request_that_computes_a_shared_prefix_is_counted_once_and_told(healin
 
 
 def test_where_healing_is_off_every_user_is_loaded(healing):
-    healing.half.promotion.on = False
+    healing.half.healing.on = False
     with pytest.raises(AssertionError, match="nobody was computed"):
         load_until_due(healing)
 
 
 def test_tenants_do_not_pay_into_one_account(healing):
     request, _ = load_until_due(healing)
-    healing.half.finished(request.request_id)
+    healing.half.finish(request.request_id)
     assert load_until_due(healing, salt="tenant")[1] == 10
 
 
@@ -1123,7 +1123,7 @@ def test_who_comes_while_the_prefix_is_computed_waits_for_it_and_no_longer(heali
         healing.step(cached=[(request.request_id, 256, len(request.prompt_token_ids) - 256, range(900, 940))])
         found = SHARED
     elif end == "aborted":
-        healing.half.finished(request.request_id)
+        healing.half.finish(request.request_id)
     elif end == "preempted":
         healing.step(preempted=[request.request_id])
     else:
@@ -1138,7 +1138,7 @@ def test_a_prefill_that_vllm_has_no_blocks_for_makes_nobody_wait(healing):
 
 
 def test_a_failure_of_the_books_is_told_once_and_everybody_is_loaded(healing, monkeypatch):
-    monkeypatch.setattr(healing.half.promotion.books, "judge", lambda *_: 1 / 0)
+    monkeypatch.setattr(healing.half.healing.accounts, "judge", lambda *_: 1 / 0)
     with pytest.raises(AssertionError, match="nobody was computed"):
         load_until_due(healing)
     (error,) = healing.errors()
@@ -1149,9 +1149,9 @@ def test_a_load_whose_exact_blocks_are_computed_in_this_step_is_ordered_with_the
     world.donor()
     other, request = FakeRequest("other", range(2000, 2100)), target(lead=64)
     world.half.count_matched(other, 0)
-    world.half.allocated(other, [1, 2, 3, 4, 5, 6, 7], 0)
+    world.half.note_allocated(other, [1, 2, 3, 4, 5, 6, 7], 0)
     claimed = world.half.count_matched(request, 48)
-    world.half.allocated(request, [1, 2, 3, *range(20, 40)], claimed)
+    world.half.note_allocated(request, [1, 2, 3, *range(20, 40)], claimed)
     assert world.step(new=[(other, 0, 100)]).loads == []
     assert [load.request_id for load in world.step(cached=[("other", 100, 1, None)]).loads] == ["target"]
     assert world.step().loads == []
@@ -1161,10 +1161,10 @@ def test_a_load_whose_exact_blocks_were_computed_before_is_ordered_at_once(world
     world.donor()
     other, request = FakeRequest("other", range(2000, 2100)), target(lead=64)
     world.half.count_matched(other, 0)
-    world.half.allocated(other, [1, 2, 3, 4, 5, 6, 7], 0)
+    world.half.note_allocated(other, [1, 2, 3, 4, 5, 6, 7], 0)
     world.step(new=[(other, 0, 60)])
     claimed = world.half.count_matched(request, 48)
-    world.half.allocated(request, [1, 2, 3, *range(20, 40)], claimed)
+    world.half.note_allocated(request, [1, 2, 3, *range(20, 40)], claimed)
     assert len(world.step(cached=[("other", 60, 40, None)]).loads) == 1
 
 
@@ -1172,25 +1172,27 @@ def test_a_request_that_is_aborted_while_its_load_is_held_back_is_cancelled_behi
     world.donor()
     other, request = FakeRequest("other", range(2000, 2100)), target(lead=64)
     world.half.count_matched(other, 0)
-    world.half.allocated(other, [1, 2, 3, 4, 5, 6, 7], 0)
-    world.half.allocated(request, [1, 2, 3, *range(20, 40)], world.half.count_matched(request, 48))
+    world.half.note_allocated(other, [1, 2, 3, 4, 5, 6, 7], 0)
+    world.half.note_allocated(request, [1, 2, 3, *range(20, 40)], world.half.count_matched(request, 48))
     world.step(new=[(other, 0, 100)])
-    world.half.finished("target")
+    world.half.finish("target")
     orders = [world.step() for _ in range(3)]
     assert [(len(one.loads), one.cancels) for one in orders] == [(1, []), (0, ["target"]), (0, [])]
 
 
 def test_where_a_step_computes_something_unknown_loads_behind_exact_blocks_wait_for_the_next(world):
     world.donor()
-    world.half.allocated(request := target(lead=64), [1, 2, 3, *range(20, 40)], world.half.count_matched(request, 48))
+    world.half.note_allocated(
+        request := target(lead=64), [1, 2, 3, *range(20, 40)], world.half.count_matched(request, 48)
+    )
     assert world.step(new=[(FakeRequest("unknown", range(10)), 0, 10)]).loads == []
     assert len(world.half.build_orders_to_load().loads) == 1
 
 
 def bring(world, request, local, exact, block_ids):
     """Another connector brings the tokens of a request from ``local`` to ``exact``, into its blocks."""
-    world.half.left_to_another(request, exact, local)
-    world.half.allocated(request, block_ids, 0)
+    world.half.leave_to_another(request, exact, local)
+    world.half.note_allocated(request, block_ids, 0)
 
 
 def test_a_load_whose_exact_blocks_another_connector_loads_in_this_step_is_ordered_with_the_next(world):
@@ -1198,7 +1200,7 @@ def test_a_load_whose_exact_blocks_another_connector_loads_in_this_step_is_order
     other, request = FakeRequest("other", range(2000, 2100)), target(lead=64)
     bring(world, other, 16, 64, [1, 2, 3, 4, 5, 6, 7])
     claimed = world.half.count_matched(request, 48)
-    world.half.allocated(request, [1, 2, 3, *range(20, 40)], claimed)
+    world.half.note_allocated(request, [1, 2, 3, *range(20, 40)], claimed)
     assert world.step(new=[(other, 64, 36)]).loads == []
     assert [load.request_id for load in world.step(cached=[("other", 100, 1, None)]).loads] == ["target"]
 
@@ -1207,7 +1209,7 @@ def test_a_load_whose_exact_blocks_are_in_front_of_what_another_connector_loads_
     world.donor()
     other, request = FakeRequest("other", range(2000, 2100)), target(lead=64)
     bring(world, other, 48, 64, [1, 2, 3, 4, 5, 6, 7])
-    world.half.allocated(request, [1, 2, 3, *range(20, 40)], world.half.count_matched(request, 48))
+    world.half.note_allocated(request, [1, 2, 3, *range(20, 40)], world.half.count_matched(request, 48))
     assert len(world.step(new=[(other, 64, 36)]).loads) == 1
 
 
@@ -1216,7 +1218,7 @@ def test_what_another_connector_has_loaded_holds_up_no_later_load(world):
     other, request = FakeRequest("other", range(2000, 2100)), target(lead=64)
     bring(world, other, 0, 64, [1, 2, 3, 4, 5, 6, 7])
     world.step(new=[(other, 64, 30)])
-    world.half.allocated(request, [1, 2, 3, *range(20, 40)], world.half.count_matched(request, 48))
+    world.half.note_allocated(request, [1, 2, 3, *range(20, 40)], world.half.count_matched(request, 48))
     assert len(world.step(cached=[("other", 94, 6, None)]).loads) == 1
 
 
@@ -1224,10 +1226,10 @@ def test_a_request_whose_other_connector_lost_its_kv_meanwhile_loads_nothing_in_
     """It was left to another, got no blocks, and when vLLM asks again nobody holds it."""
     world.donor()
     other, request = FakeRequest("other", range(2000, 2100)), target(lead=64)
-    world.half.left_to_another(other, 64, 0)
+    world.half.leave_to_another(other, 64, 0)
     assert world.half.count_matched(other, 48) == 0
-    world.half.allocated(other, [1, 2, 3, 4, 5, 6, 7], 0)
-    world.half.allocated(request, [1, 2, 3, *range(20, 40)], world.half.count_matched(request, 48))
+    world.half.note_allocated(other, [1, 2, 3, 4, 5, 6, 7], 0)
+    world.half.note_allocated(request, [1, 2, 3, *range(20, 40)], world.half.count_matched(request, 48))
     assert len(world.step(new=[(other, 48, 52)]).loads) == 1
 
 
@@ -1239,18 +1241,18 @@ def test_no_donor_is_made_of_kv_that_another_connector_failed_to_load(world, end
     bring(world, neighbour, 64, 64, [0, 1, 2, 3, *range(20, 27)])  # vLLM has found the blocks of the first one
     bystander = FakeRequest("bystander", range(5000, 5200))
     world.half.count_matched(bystander, 0)
-    world.half.allocated(bystander, list(range(40, 53)), 0)
+    world.half.note_allocated(bystander, list(range(40, 53)), 0)
     orders = world.step(new=[(request, 64, 200), (neighbour, 64, 100), (bystander, 0, 200)])
     assert [capture.donor_id for capture in orders.captures] == ["request", "neighbour", "bystander"]
     if ended:  # where vLLM fails the request, it says so before it tells about the step
-        world.half.finished("request")
+        world.half.finish("request")
     world.half.note_failed_loads({2, 3})
     world.told(orders)
     assert [donor.donor_id for donor in world.half.semblend.donors()] == ["bystander"]
     assert world.half.count_matched(target(), 0) == 0
     assert {donor_id for donor_id, _ in world.step().drops} == {"request", "neighbour"}, "the workers drop it too"
     if not ended:
-        assert world.half.finished("request").exact_tokens == 32, "the two blocks that were loaded"
+        assert world.half.finish("request").exact_tokens == 32, "the two blocks that were loaded"
 
 
 def test_a_long_prompt_whose_first_part_failed_to_load_is_no_donor_when_its_last_part_is_computed(world):
@@ -1282,7 +1284,7 @@ def test_a_load_behind_kv_that_another_connector_failed_to_load_has_come_to_noth
     orders = world.step(new=[(request, 16, len(request.prompt_token_ids) - 16)])
     assert orders.captures == []
     world.told(orders)
-    receipt = world.half.finished("target")
+    receipt = world.half.finish("target")
     assert (receipt.reused_tokens, receipt.exact_tokens, receipt.reason) == (0, 16, "error")
     assert len(world.half.shares) == 0
 
@@ -1301,7 +1303,7 @@ def test_the_least_that_a_step_orders_names_blocks_that_change_hands_while_they_
     request = FakeRequest("donor", DOCUMENT)
     world.admit(request)
     if way == "finished":
-        world.half.finished("donor")
+        world.half.finish("donor")
     monkeypatch.setattr(world.half, "_catch_up", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         world.step(preempted=["donor"] if way == "preempted" else ())

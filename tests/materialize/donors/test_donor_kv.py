@@ -544,7 +544,7 @@ def test_no_memory_for_a_copy_costs_that_donor_and_nothing_else(monkeypatch, err
         raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr(kv.memory, "_allocate", full)
+        patched.setattr(kv.memory, "take", full)
         with pytest.raises(CapacityError, match="no memory"):
             capture(kv, "new", 2)
     kv.check()

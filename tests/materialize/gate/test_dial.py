@@ -151,7 +151,7 @@ def test_a_plan_that_cannot_stay_below_a_number_is_a_prefill_at_once():
 
 def test_what_one_number_learns_says_nothing_about_another():
     memory = OutcomeMemory()
-    memory.learn(PLAIN, Namespace(), "0.003", work=1.7, declined=DeclineReason.QUALITY_RISK)
+    memory.learn(PLAIN, Namespace(), "0.003", work=1.7, reason=DeclineReason.QUALITY_RISK)
     assert memory.predict_loss(PLAIN, Namespace(), "0.003") is not None
     assert memory.predict_loss(PLAIN, Namespace(), "0.1") is None
     assert memory.predict_loss(PLAIN, Namespace()) is None

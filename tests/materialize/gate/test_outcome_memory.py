@@ -71,7 +71,7 @@ def test_what_the_exact_cache_holds_is_not_part_of_the_length():
 def test_the_first_of_a_kind_is_begun_and_the_second_is_not_where_the_gate_refused_the_first():
     memory = OutcomeMemory()
     assert memory.predict_loss(SHORT, ACME) is None
-    memory.learn(SHORT, ACME, work=1.7, declined=REJECTED)
+    memory.learn(SHORT, ACME, work=1.7, reason=REJECTED)
     declined = memory.predict_loss(SHORT, ACME)
     assert declined.reason is REJECTED
     assert "1.70 of a prefill" in declined.detail
@@ -89,7 +89,7 @@ def test_one_refusal_among_many_that_were_served_changes_nothing():
     memory = OutcomeMemory()
     for number in range(100):
         assert memory.predict_loss(LONG, ACME) is None
-        memory.learn(LONG, ACME, work=1.1 if number % 5 == 4 else 0.2, declined=REJECTED if number % 5 == 4 else None)
+        memory.learn(LONG, ACME, work=1.1 if number % 5 == 4 else 0.2, reason=REJECTED if number % 5 == 4 else None)
 
 
 def test_a_kind_that_is_served_and_saves_nothing_is_below_break_even():
@@ -101,14 +101,14 @@ def test_a_kind_that_is_served_and_saves_nothing_is_below_break_even():
 @pytest.mark.parametrize("reason", [reason for reason in DeclineReason if reason is not REJECTED])
 def test_a_lost_donor_or_a_failure_says_nothing_about_the_kind(reason):
     memory = OutcomeMemory()
-    memory.learn(SHORT, ACME, work=0.0, declined=reason)
-    memory.learn(SHORT, ACME, work=1.7, declined=reason)
+    memory.learn(SHORT, ACME, work=0.0, reason=reason)
+    memory.learn(SHORT, ACME, work=1.7, reason=reason)
     assert memory.predict_loss(SHORT, ACME) is None
 
 
 def test_a_kind_that_is_tried_again_and_served_recovers_at_once():
     memory = OutcomeMemory()
-    memory.learn(LONG, ACME, work=1.06, declined=REJECTED)
+    memory.learn(LONG, ACME, work=1.06, reason=REJECTED)
     skipped = 0
     while memory.predict_loss(LONG, ACME) is not None:
         skipped += 1
@@ -119,23 +119,23 @@ def test_a_kind_that_is_tried_again_and_served_recovers_at_once():
 
 def test_a_retry_that_is_refused_is_followed_by_as_many_skips_again():
     memory = OutcomeMemory()
-    memory.learn(SHORT, ACME, work=1.7, declined=REJECTED)
+    memory.learn(SHORT, ACME, work=1.7, reason=REJECTED)
     begun = []
     for number in range(200):
         if memory.predict_loss(SHORT, ACME) is None:
             begun.append(number)
-            memory.learn(SHORT, ACME, work=1.7, declined=REJECTED)
+            memory.learn(SHORT, ACME, work=1.7, reason=REJECTED)
     assert begun == list(range(28, 200, 29))
 
 
 @given(st.floats(1.0, 2.6), st.integers(20, 300))
 def test_retries_never_cost_more_than_their_budget(cost, prompts):
     memory, spent = OutcomeMemory(), 0.0
-    memory.learn(SHORT, ACME, work=cost, declined=REJECTED)
+    memory.learn(SHORT, ACME, work=cost, reason=REJECTED)
     for _ in range(prompts):
         if memory.predict_loss(SHORT, ACME) is None:
             spent += cost - 1
-            memory.learn(SHORT, ACME, work=cost, declined=REJECTED)
+            memory.learn(SHORT, ACME, work=cost, reason=REJECTED)
     assert spent <= RETRY_BUDGET * prompts
 
 
@@ -150,15 +150,15 @@ def test_the_same_outcomes_give_the_same_decisions(seen):
         assert one == other
         if one is None:
             for memory in memories:
-                memory.learn(plan, ACME, work=work, declined=declined)
+                memory.learn(plan, ACME, work=work, reason=declined)
 
 
 @given(outcomes)
 def test_nothing_that_others_send_changes_a_tenants_decisions(seen):
     memory, alone = OutcomeMemory(), OutcomeMemory()
     for plan, declined, work in seen:
-        memory.learn(plan, BOLT, work=work, declined=declined)
-        memory.learn(plan, Namespace(tenant="acme", salt="x"), work=work, declined=declined)
+        memory.learn(plan, BOLT, work=work, reason=declined)
+        memory.learn(plan, Namespace(tenant="acme", salt="x"), work=work, reason=declined)
         memory.predict_loss(plan, BOLT)
         assert memory.predict_loss(plan, ACME) == alone.predict_loss(plan, ACME)
 
@@ -166,9 +166,9 @@ def test_nothing_that_others_send_changes_a_tenants_decisions(seen):
 def test_a_tenant_that_invents_namespaces_pushes_out_its_own_records_only(monkeypatch):
     monkeypatch.setattr(gate, "MAX_RECORDS", 50)
     memory = OutcomeMemory()
-    memory.learn(SHORT, ACME, work=1.7, declined=REJECTED)
+    memory.learn(SHORT, ACME, work=1.7, reason=REJECTED)
     for number in range(500):
-        memory.learn(SHORT, Namespace(tenant="bolt", salt=str(number)), work=1.7, declined=REJECTED)
+        memory.learn(SHORT, Namespace(tenant="bolt", salt=str(number)), work=1.7, reason=REJECTED)
     assert memory.count_records() == 51
     assert memory.predict_loss(SHORT, ACME) is not None
     assert memory.predict_loss(SHORT, Namespace(tenant="bolt", salt="0")) is None

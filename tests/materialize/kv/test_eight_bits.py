@@ -17,7 +17,7 @@ from semblend.materialize.kv.moves import (
     DonorTensors,
     Move,
     Scales,
-    count_packed_bytes,
+    count_bytes,
     pack,
     packed_shapes,
     unpack_rows,
@@ -78,7 +78,7 @@ def test_extreme_values_stay_finite(value):
 
 
 def test_a_donor_at_8_bits_takes_about_half_the_bytes_of_one_at_16():
-    assert 0.5 < count_packed_bytes(28, 24_000, 4, 128) / (2 * 28 * 24_000 * 4 * 128 * 2) < 0.52
+    assert 0.5 < count_bytes(packed_shapes(28, 24_000, 4, 128)) / (2 * 28 * 24_000 * 4 * 128 * 2) < 0.52
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -134,7 +134,7 @@ def test_what_a_donor_at_8_bits_lacks_or_has_wrong_is_refused():
 def test_a_donor_is_packed_when_it_leaves_the_device_and_stays_so(tmp_path):
     source = pool()
     wide = 2 * LAYERS * 64 * HEADS * DIM * 4
-    packed = count_packed_bytes(LAYERS, 64, HEADS, DIM)
+    packed = count_bytes(packed_shapes(LAYERS, 64, HEADS, DIM))
     kv = DonorKv(wide, packed, tmp_path, budget_disk_bytes=packed, device_type="cpu", bits=8)
     for number, name in enumerate("abc"):
         kv.capture(name, number, source, torch.arange(64) + number)

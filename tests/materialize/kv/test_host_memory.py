@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from hypothesis import given
@@ -125,14 +127,99 @@ def test_while_too_much_is_under_way_a_donor_is_not_kept():
     kv.check()
 
 
-def test_reserved_memory_is_used_first_and_what_does_not_fit_there_is_allocated():
+def reserve(kv, **tiers):
+    """Memory that is taken at once, as on a GPU."""
+    for tier, nbytes in tiers.items():
+        kv.memory.arenas[tier] = Arena(torch.zeros(nbytes, dtype=torch.uint8))
+
+
+PIECE = 256
+"""Each tensor of a small donor takes one piece of reserved memory, two tensors a donor."""
+
+
+def test_what_finds_no_piece_of_reserved_memory_takes_that_of_older_donors():
+    kv = DonorKv(0, 1 << 20)  # by its budget there would be room for all
+    reserve(kv, host=4 * PIECE)
+    for number, name in enumerate(("old", "newer", "newest")):
+        kv.capture(name, number, cache_filled(float(number)), torch.arange(4))
+    assert [kv.holds(name, number) for number, name in enumerate(("old", "newer", "newest"))] == [False, True, True]
+    kv.check()
+
+
+def test_room_in_no_single_piece_is_made_by_more_donors_that_go():
+    kv = DonorKv(0, 8 * 256)
+    reserve(kv, host=8 * PIECE)
+    for number in range(4):
+        kv.capture(f"small {number}", number, cache_filled(float(number)), torch.arange(4))
+    kv.drop("small 0")
+    kv.drop("small 2")  # half is free, in two holes of two pieces
+    kv.capture("large", 9, cache_filled(9.0), torch.arange(24))  # two tensors of three pieces
+    held = kv.acquire("large", 9)
+    assert bool((held.k == 9.0).all() and (held.v == -9.0).all())
+    assert not kv.holds("small 1", 1), "it lay between the holes"
+    assert kv.holds("small 3", 3)
+    kv.check()
+
+
+def test_a_donor_is_not_kept_where_those_in_its_way_are_in_use():
     kv = DonorKv(0, 1 << 20)
-    memory = torch.zeros(512, dtype=torch.uint8)
-    kv.memory.arenas["host"] = Arena(memory)
-    kv.capture("inside", 1, cache_filled(1.0), torch.arange(4))
-    kv.capture("outside", 2, cache_filled(2.0), torch.arange(4))
-    inside, outside = kv.acquire("inside", 1), kv.acquire("outside", 2)
-    first, last = memory.data_ptr(), memory.data_ptr() + 512
-    assert first <= inside.k.data_ptr() < last
-    assert not first <= outside.k.data_ptr() < last
-    assert bool((outside.v == -2.0).all())
+    reserve(kv, host=2 * PIECE)
+    kv.capture("held", 1, cache_filled(1.0), torch.arange(4))
+    held = kv.acquire("held", 1)
+    with pytest.raises(CapacityError, match="no memory"):
+        kv.capture("next", 2, cache_filled(2.0), torch.arange(4))
+    assert bool((held.k == 1.0).all())
+    assert not kv.holds("next", 2)
+    kv.release(held)
+    del held
+    kv.capture("next", 2, cache_filled(2.0), torch.arange(4))
+    assert kv.holds("next", 2)
+    assert not kv.holds("held", 1)
+
+
+def test_memory_that_somebody_still_reads_costs_one_donor_and_not_all_of_them():
+    kv = DonorKv(0, 1 << 20)
+    reserve(kv, host=6 * PIECE)
+    kv.capture("read on", 1, cache_filled(1.0), torch.arange(4))
+    late = kv.acquire("read on", 1)
+    kv.release(late)  # and goes on reading
+    kv.capture("b", 2, cache_filled(2.0), torch.arange(4))
+    kv.capture("c", 3, cache_filled(3.0), torch.arange(4))
+    with pytest.raises(CapacityError, match="no memory"):
+        kv.capture("d", 4, cache_filled(4.0), torch.arange(4))
+    assert bool((late.k == 1.0).all())
+    assert kv.holds("b", 2)
+    assert kv.holds("c", 3)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 32), st.sampled_from(["capture", "hold", "release", "drop", "rise"])), max_size=60
+    )
+)
+def test_no_donor_lies_beside_reserved_memory_and_none_changes_there(steps):
+    kv = DonorKv(6 * 1024, 10 * 1024, device_type="cpu")
+    reserve(kv, device=6 * 1024, host=10 * 1024)
+    inside = [(a._memory.data_ptr(), a._memory.data_ptr() + a._memory.numel()) for a in kv.memory.arenas.values()]
+    held = []
+    for number, (tokens, what) in enumerate(steps):
+        if what == "capture":
+            with contextlib.suppress(CapacityError):
+                kv.capture(f"d{number}", number, cache_filled(float(number)), torch.arange(tokens))
+        elif what in ("hold", "rise") and kv._books.current:
+            name, entry = list(kv._books.current.items())[tokens % len(kv._books.current)]
+            tensors = kv.acquire(name, entry.generation)
+            if tensors is not None and what == "rise":
+                kv.release(tensors)
+            elif tensors is not None:
+                held.append((entry.generation, tensors))
+        elif what == "release" and held:
+            kv.release(held.pop(tokens % len(held))[1])
+        elif what == "drop" and kv._books.current:
+            kv.drop(list(kv._books.current)[tokens % len(kv._books.current)])
+        kv.check()
+        found = [(e.generation, e.tensors) for tier in kv._books.tiers.values() for e in tier.values()]
+        for value, parts in found + [(value, tensors.parts) for value, tensors in held]:
+            assert bool((parts["k"] == value).all())
+            assert bool((parts["v"] == -value).all())
+            assert all(any(a <= part.data_ptr() < b for a, b in inside) for part in parts.values())

@@ -89,6 +89,33 @@ def test_with_salts_two_tenants_with_one_name_for_a_session_have_two_sessions_in
     run(test())
 
 
+@pytest.mark.parametrize("name", ["chat" * 50, 7, ["chat-1"]])
+def test_with_salts_a_session_that_is_no_label_does_not_reach_the_engine_as_it_is(name):
+    async def test():
+        async with ScriptedEngine() as one, ScriptedEngine() as two:
+            app = build_router(EdgeSettings(replicas=(one.url, two.url), trace=False, salt_secret="s"))
+            for key in "ab":
+                headers = {"Authorization": f"Bearer {key}"}
+                await ask(app, "POST", CHAT, body=chat(session_id=name), headers=headers)
+            names = [json.loads(seen.body)["session_id"] for seen in (*one.requests, *two.requests)]
+            assert names[0] != names[1]
+            assert name not in names
+
+    run(test())
+
+
+def test_a_session_in_the_body_is_no_header_where_the_header_is_too_long():
+    async def test():
+        async with ScriptedEngine() as one, ScriptedEngine() as two:
+            app = build_router(EdgeSettings(replicas=(one.url, two.url), trace=False))
+            client, _ = await ask(app, "POST", CHAT, body=chat(session_id="談"), headers={"X-Session-ID": "s" * 200})
+            assert client.status == 200
+            (seen,) = [*one.requests, *two.requests]
+            assert "x-session-id" not in seen.headers
+
+    run(test())
+
+
 def test_an_unknown_session_hint_is_a_config_error():
     with pytest.raises(ConfigError, match="SEMANTICKV_SESSION_HINT"):
         EdgeSettings.read({"SEMANTICKV_SESSION_HINT": "query"})

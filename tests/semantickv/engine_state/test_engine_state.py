@@ -16,6 +16,7 @@ from msgspec.msgpack import encode
 
 from semantickv.apps.build import build_router
 from semantickv.edge.upstream_call import EngineAddress, Upstream
+from semantickv.engine_state.cache_follower import CacheFollower, FollowedCache, HeldPrompts, ServedPrompt
 from semantickv.engine_state.events import (
     AllBlocksCleared,
     BadEventsError,
@@ -26,7 +27,6 @@ from semantickv.engine_state.events import (
     read_batch,
     start_chain,
 )
-from semantickv.engine_state.feed import EngineFeeds, HeldPrompts, ReplicaFeed, ServedPrompt
 from semantickv.engine_state.subscriber import EventSource
 from semantickv.routing.fingerprint import PromptPieces
 from semantickv.routing.locality import ReplicaMemory
@@ -61,14 +61,14 @@ def make_replica(name: str = "r0") -> Replica:
 
 @asynccontextmanager
 async def following(**publisher: Any):
-    """A publisher, and a replica whose feed listens to it."""
+    """A publisher, and a replica whose cache is followed by it."""
     async with ScriptedPublisher(**publisher) as engine:
-        feed = ReplicaFeed(make_replica(), EventSource.parse(engine.address))
-        feeds = EngineFeeds([feed])
-        task = asyncio.ensure_future(feeds.run())
+        cache = FollowedCache(make_replica(), EventSource.parse(engine.address))
+        follower = CacheFollower([cache])
+        task = asyncio.ensure_future(follower.run())
         await engine.wait_for_subscriber()
         try:
-            yield engine, feed, feeds
+            yield engine, cache, follower
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
@@ -79,9 +79,11 @@ async def wait_until(is_so: Any) -> None:
         await asyncio.sleep(0.005)
 
 
-def serve(feeds: EngineFeeds, feed: ReplicaFeed, pieces: PromptPieces, tokens: tuple[int, ...] = TOKENS) -> None:
-    feed.replica.memory.note(pieces)  # as the router does when it sends a request there
-    feeds.note_served(ServedPrompt(feed.replica, pieces, {"prompt": list(tokens)}, "", b"", len(tokens), True))
+def serve(
+    follower: CacheFollower, cache: FollowedCache, pieces: PromptPieces, tokens: tuple[int, ...] = TOKENS
+) -> None:
+    cache.replica.memory.note(pieces)  # as the router does when it sends a request there
+    follower.note_served(ServedPrompt(cache.replica, pieces, {"prompt": list(tokens)}, "", b"", len(tokens), True))
 
 
 # -- events as they come over the wire -------------------------------------------------------------------------------
@@ -219,21 +221,21 @@ def test_links_are_bounded_and_an_old_prompt_stays_as_a_guess():
     assert memory.match(cut(chr(300) * 4)).any_tokens == 128
 
 
-# -- a feed over real sockets ------------------------------------------------------------------------------------------
+# -- a cache over real sockets -----------------------------------------------------------------------------------------
 
 
 def test_what_an_engine_evicts_is_forgotten_from_the_end():
     async def test():
-        async with following() as (engine, feed, feeds):
+        async with following() as (engine, cache, follower):
             await engine.publish(store(range(8), None, TOKENS, SIZE))
             pieces = cut("wxyz")
-            await wait_until(lambda: len(feed.blocks) == 8)
-            serve(feeds, feed, pieces)
-            await wait_until(lambda: len(feed.held) == 1)
-            memory = feed.replica.memory
+            await wait_until(lambda: len(cache.blocks) == 8)
+            serve(follower, cache, pieces)
+            await wait_until(lambda: len(cache.held) == 1)
+            memory = cache.replica.memory
             assert memory.match(pieces).prefix_tokens == 128
             await engine.publish(remove([7, 6, 5]))
-            await wait_until(lambda: feed.held.forgotten)
+            await wait_until(lambda: cache.held.forgotten)
             assert memory.match(pieces).prefix_tokens == memory.match(pieces).any_tokens == 64
             await engine.publish(store([15, 16, 17], 4, TOKENS[80:], SIZE))  # computed again under other names
             await wait_until(lambda: memory.match(pieces).prefix_tokens == 128)
@@ -247,18 +249,18 @@ def test_what_an_engine_evicts_is_forgotten_from_the_end():
 def test_a_document_that_stands_in_another_engine_is_known_after_one_request():
     async def test():
         async with ScriptedPublisher() as first, ScriptedPublisher() as second:
-            feeds = EngineFeeds(
-                ReplicaFeed(make_replica(name), EventSource.parse(engine.address))
+            follower = CacheFollower(
+                FollowedCache(make_replica(name), EventSource.parse(engine.address))
                 for name, engine in (("r0", first), ("r1", second))
             )
-            task = asyncio.ensure_future(feeds.run())
+            task = asyncio.ensure_future(follower.run())
             for engine in (first, second):
                 await engine.wait_for_subscriber()
-            here, there = feeds.feeds["r0"], feeds.feeds["r1"]
+            here, there = follower.caches["r0"], follower.caches["r1"]
             await second.publish(store(range(8), None, TOKENS, SIZE))
             await first.publish(store([70], None, range(16), SIZE))
             await wait_until(lambda: len(there.blocks) == 8 and len(here.blocks) == 1)
-            serve(feeds, here, cut("wxyz"))
+            serve(follower, here, cut("wxyz"))
             await wait_until(lambda: there.replica.memory.match(cut("wxyz")).prefix_tokens == 128)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
@@ -268,28 +270,28 @@ def test_a_document_that_stands_in_another_engine_is_known_after_one_request():
 
 def test_a_prompt_that_is_answered_before_its_events_come_is_linked_when_they_do():
     async def test():
-        async with following() as (engine, feed, feeds):
-            serve(feeds, feed, cut("wxyz"))
-            await wait_until(lambda: feeds.tokenized == 1)
-            assert len(feed.held) == 0
+        async with following() as (engine, cache, follower):
+            serve(follower, cache, cut("wxyz"))
+            await wait_until(lambda: follower.tokenized == 1)
+            assert len(cache.held) == 0
             await engine.publish(store(range(8), None, TOKENS, SIZE))
-            await wait_until(lambda: len(feed.held) == 1)
+            await wait_until(lambda: len(cache.held) == 1)
             await engine.publish(remove([7]))
-            await wait_until(lambda: feed.held.forgotten)
+            await wait_until(lambda: cache.held.forgotten)
 
     run(test())
 
 
 def test_missed_batches_are_fetched_from_the_replay():
     async def test():
-        async with following() as (engine, feed, _):
+        async with following() as (engine, cache, _):
             await engine.publish(store([0], None, TOKENS[:16], SIZE))
-            await wait_until(lambda: len(feed.blocks) == 1)
+            await wait_until(lambda: len(cache.blocks) == 1)
             await engine.publish(store([1], 0, TOKENS[16:32], SIZE), lose=True)
             await engine.publish(store([2], 1, TOKENS[32:48], SIZE))
-            await wait_until(lambda: len(feed.blocks) == 3)
-            assert feed.subscriber.replayed >= 2  # the batch that came live is among them
-            assert (feed.blocks.orphans, feed.subscriber.losses) == (0, 0)
+            await wait_until(lambda: len(cache.blocks) == 3)
+            assert cache.subscriber.replayed >= 2  # the batch that came live is among them
+            assert (cache.blocks.orphans, cache.subscriber.losses) == (0, 0)
 
     run(test())
 
@@ -298,9 +300,9 @@ def test_a_router_that_starts_late_learns_what_engines_hold_already():
     async def test():
         async with ScriptedPublisher() as engine:
             await engine.publish(store(range(8), None, TOKENS, SIZE))
-            feed = ReplicaFeed(make_replica(), EventSource.parse(engine.address))
-            task = asyncio.ensure_future(feed.subscriber.run())
-            await wait_until(lambda: len(feed.blocks) == 8)
+            cache = FollowedCache(make_replica(), EventSource.parse(engine.address))
+            task = asyncio.ensure_future(cache.subscriber.run())
+            await wait_until(lambda: len(cache.blocks) == 8)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
@@ -312,14 +314,14 @@ def test_a_cache_that_was_emptied_before_the_router_listened_takes_nothing_of_wh
         async with ScriptedPublisher() as engine:
             await engine.publish(CLEAR)
             await engine.publish(store(range(8), None, TOKENS, SIZE))
-            feed = ReplicaFeed(make_replica(), EventSource.parse(engine.address))
-            feed.replica.memory.note(cut("wxyz"))
-            task = asyncio.ensure_future(feed.subscriber.run())
-            await wait_until(lambda: len(feed.blocks) == 8)
-            assert feed.replica.memory.match(cut("wxyz")).prefix_tokens == 128
+            cache = FollowedCache(make_replica(), EventSource.parse(engine.address))
+            cache.replica.memory.note(cut("wxyz"))
+            task = asyncio.ensure_future(cache.subscriber.run())
+            await wait_until(lambda: len(cache.blocks) == 8)
+            assert cache.replica.memory.match(cut("wxyz")).prefix_tokens == 128
             await engine.wait_for_subscriber()
             await engine.publish(CLEAR)
-            await wait_until(lambda: not feed.replica.memory.tokens)
+            await wait_until(lambda: not cache.replica.memory.tokens)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
@@ -329,56 +331,56 @@ def test_a_cache_that_was_emptied_before_the_router_listened_takes_nothing_of_wh
 @pytest.mark.parametrize("has_replay", [True, False])
 def test_after_events_that_are_lost_for_good_nothing_counts_as_held_on_their_word(has_replay):
     async def test():
-        async with following(has_replay=has_replay) as (engine, feed, feeds):
+        async with following(has_replay=has_replay) as (engine, cache, follower):
             await engine.publish(store(range(8), None, TOKENS, SIZE))
-            await wait_until(lambda: len(feed.blocks) == 8)
-            serve(feeds, feed, cut("wxyz"))
-            await wait_until(lambda: len(feed.held) == 1)
+            await wait_until(lambda: len(cache.blocks) == 8)
+            serve(follower, cache, cut("wxyz"))
+            await wait_until(lambda: len(cache.held) == 1)
             await engine.publish(remove([7]), lose=True)
             engine.drop_buffer()
             await engine.publish(store([20], None, range(16), SIZE))
-            await wait_until(lambda: feed.subscriber.losses == 1)
-            await wait_until(lambda: len(feed.blocks) == 1)
-            assert len(feed.held) == 0
-            assert feed.replica.memory.match(cut("wxyz")).prefix_tokens == 128  # stays as a guess
+            await wait_until(lambda: cache.subscriber.losses == 1)
+            await wait_until(lambda: len(cache.blocks) == 1)
+            assert len(cache.held) == 0
+            assert cache.replica.memory.match(cut("wxyz")).prefix_tokens == 128  # stays as a guess
 
     run(test())
 
 
 def test_an_engine_that_began_anew_has_an_empty_cache():
     async def test():
-        async with following() as (engine, feed, feeds):
+        async with following() as (engine, cache, follower):
             await engine.publish(store(range(8), None, TOKENS, SIZE))
-            await wait_until(lambda: len(feed.blocks) == 8)
-            serve(feeds, feed, cut("wxyz"))
-            await wait_until(lambda: len(feed.held) == 1)
+            await wait_until(lambda: len(cache.blocks) == 8)
+            serve(follower, cache, cut("wxyz"))
+            await wait_until(lambda: len(cache.held) == 1)
             await engine.publish(store([5], None, range(16), SIZE), number=0)
-            await wait_until(lambda: feed.subscriber.restarts == 1 and len(feed.blocks) == 1)
-            assert feed.replica.memory.tokens == 0
+            await wait_until(lambda: cache.subscriber.restarts == 1 and len(cache.blocks) == 1)
+            assert cache.replica.memory.tokens == 0
 
     run(test())
 
 
 def test_garbage_in_the_stream_costs_what_it_would_have_said_and_no_more():
     async def test():
-        async with following() as (engine, feed, _):
+        async with following() as (engine, cache, _):
             for data in BROKEN:
                 await engine.publish_raw(data)
             await engine.publish(store([1], None, range(16), SIZE))
-            await wait_until(lambda: len(feed.blocks) == 1)
-            assert feed.subscriber.bad == len(BROKEN)
+            await wait_until(lambda: len(cache.blocks) == 1)
+            assert cache.subscriber.bad == len(BROKEN)
 
     run(test())
 
 
 def test_a_prompt_whose_length_the_engine_reported_otherwise_is_not_linked():
     async def test():
-        async with following() as (engine, feed, feeds):
+        async with following() as (engine, cache, follower):
             await engine.publish(store(range(8), None, TOKENS, SIZE))
-            await wait_until(lambda: len(feed.blocks) == 8)
-            feeds.note_served(ServedPrompt(feed.replica, cut("wxyz"), {"prompt": list(TOKENS)}, "", b"", 127, True))
-            await wait_until(lambda: feeds.failed == 1)
-            assert len(feed.held) == 0
+            await wait_until(lambda: len(cache.blocks) == 8)
+            follower.note_served(ServedPrompt(cache.replica, cut("wxyz"), {"prompt": list(TOKENS)}, "", b"", 127, True))
+            await wait_until(lambda: follower.failed == 1)
+            assert len(cache.held) == 0
 
     run(test())
 
@@ -386,14 +388,14 @@ def test_a_prompt_whose_length_the_engine_reported_otherwise_is_not_linked():
 def test_an_address_that_nobody_can_connect_to_does_not_stop_the_other_feeds():
     async def test():
         async with ScriptedPublisher() as engine:
-            good = ReplicaFeed(make_replica("r0"), EventSource.parse(engine.address))
-            bad = ReplicaFeed(make_replica("r1"), EventSource.parse("tcp://not a host:port"))
-            feeds = EngineFeeds([bad, good])
-            task = asyncio.ensure_future(feeds.run())
+            good = FollowedCache(make_replica("r0"), EventSource.parse(engine.address))
+            bad = FollowedCache(make_replica("r1"), EventSource.parse("tcp://not a host:port"))
+            follower = CacheFollower([bad, good])
+            task = asyncio.ensure_future(follower.run())
             await engine.wait_for_subscriber()
             await engine.publish(store([1], None, range(16), SIZE))
             await wait_until(lambda: len(good.blocks) == 1)
-            assert feeds.failed == 1
+            assert follower.failed == 1
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
@@ -401,11 +403,11 @@ def test_an_address_that_nobody_can_connect_to_does_not_stop_the_other_feeds():
 
 
 def test_more_prompts_than_can_be_tokenized_are_left_out_and_counted():
-    feed = ReplicaFeed(make_replica(), EventSource("tcp://127.0.0.1:9"))
-    feeds = EngineFeeds([feed])
+    cache = FollowedCache(make_replica(), EventSource("tcp://127.0.0.1:9"))
+    follower = CacheFollower([cache])
     for number in count():
-        serve(feeds, feed, cut(chr(500 + number)))
-        if feeds.skipped:
+        serve(follower, cache, cut(chr(500 + number)))
+        if follower.skipped:
             break
     assert number == 256
 
@@ -432,14 +434,14 @@ def test_without_salts_a_tenant_sees_the_same_headers_whether_or_not_another_one
                 replicas=(one.url, two.url), kv_events=(first.address, second.address), trace=False, hash_key="k"
             )
             app = build_router(settings)
-            task = asyncio.ensure_future(app.feeds.run())
+            task = asyncio.ensure_future(app.follower.run())
             for engine in (first, second):
                 await engine.wait_for_subscriber()
                 await engine.publish(store([999], None, [7] * SIZE, SIZE))
             if others_sent_it:  # another tenant, through another router: both engines hold all of its tokens
                 for engine in (first, second):
                     await engine.publish(store(range(62), None, ids[: 62 * SIZE], SIZE))
-            await wait_until(lambda: all(feed.blocks.block_size for feed in app.feeds.feeds.values()))
+            await wait_until(lambda: all(cache.blocks.block_size for cache in app.follower.caches.values()))
             seen = []
             for _ in range(3):
                 client, _ = await ask(
@@ -448,7 +450,7 @@ def test_without_salts_a_tenant_sees_the_same_headers_whether_or_not_another_one
                 )  # fmt: skip
                 names = ("x-replica-id", "x-semantic-route", "x-semantic-score", "x-route-reason")
                 seen.append([client.headers[name] for name in names])
-                await wait_until(lambda: app.feeds.tokenized == 1 and app.feeds._waiting.empty())
+                await wait_until(lambda: app.follower.tokenized == 1 and app.follower._waiting.empty())
                 await asyncio.sleep(0.05)
             other = app.router.replicas[1 - int(seen[0][0][1])]
             assert other.memory.tokens == 0  # B never went there

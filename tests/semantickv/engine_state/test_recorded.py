@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from semantickv.edge.upstream_call import EngineAddress, Upstream
+from semantickv.engine_state.cache_follower import FollowedCache
 from semantickv.engine_state.events import list_marks, read_batch, start_chain
-from semantickv.engine_state.feed import ReplicaFeed
 from semantickv.engine_state.subscriber import EventSource
 from semantickv.routing.fingerprint import cut_prompt
 from semantickv.routing.locality import ReplicaMemory
@@ -30,21 +30,21 @@ def count_cached(usage: dict[str, Any]) -> int:
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
 def test_the_router_expects_what_the_engine_then_had_cached(path):
     replica = Replica("r0", Upstream(EngineAddress.parse("http://127.0.0.1:9")), ReplicaMemory(1_000_000))
-    feed = ReplicaFeed(replica, EventSource("tcp://127.0.0.1:9"))
+    cache = FollowedCache(replica, EventSource("tcp://127.0.0.1:9"))
     steps = json.loads(path.read_text())["steps"]
     seen: dict[str, int] = {}
     for step in steps:
         batches = [read_batch(base64.b64decode(data)) for data in step["batches"]]
         if step["body"] is None:  # the cache was emptied
-            asyncio.run(take_all(feed, batches))
+            asyncio.run(take_all(cache, batches))
             continue
         pieces = cut_prompt(PromptView(step["body"]).list_parts(), b"tenant")
         cached, tokens = count_cached(step["usage"]), step["tokens"]
         assert len(tokens) == step["usage"]["prompt_tokens"]
-        size = feed.blocks.block_size
+        size = cache.blocks.block_size
         if size:
             marks = list_marks(tokens, size, start_chain(""))
-            held = sum(1 for _ in takewhile(feed.blocks.holds, marks))
+            held = sum(1 for _ in takewhile(cache.blocks.holds, marks))
             # An engine computes at least one token, and may count whole blocks only.
             assert min(held * size, len(tokens) - 1) == pytest.approx(cached, abs=max(1, size))
         if step["name"] in seen:
@@ -53,9 +53,9 @@ def test_the_router_expects_what_the_engine_then_had_cached(path):
             assert cached / len(tokens) - max(pieces.tokens) / pieces.total_tokens - 0.1 <= expected
             assert expected <= cached / len(tokens) + 0.1
         replica.memory.note(pieces)
-        asyncio.run(take_all(feed, batches))
-        feed.held.link(
-            pieces.chains[-1], pieces, list(list_marks(tokens, feed.blocks.block_size, start_chain(""))), len(tokens)
+        asyncio.run(take_all(cache, batches))
+        cache.held.link(
+            pieces.chains[-1], pieces, list(list_marks(tokens, cache.blocks.block_size, start_chain(""))), len(tokens)
         )
         seen[step["name"]] = cached
     assert any(seen.values()), "nothing was ever reused: the recording shows nothing"
@@ -73,6 +73,6 @@ def test_the_recording_holds_evictions(path):
     assert {"BlockStored", "BlockRemoved"} <= kinds
 
 
-async def take_all(feed: ReplicaFeed, batches: list[Any]) -> None:
+async def take_all(cache: FollowedCache, batches: list[Any]) -> None:
     for events in batches:
-        await feed.take(events)
+        await cache.take(events)

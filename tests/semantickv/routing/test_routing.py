@@ -151,7 +151,7 @@ def test_messages_are_read_with_their_types():
     )
     view = read_prompt(body)
     assert [part.type for part in view.list_parts()] == ["template", "system", "user", "assistant", "tool_output"]
-    assert (view.model, view.is_stream) == ("m", True)
+    assert view.model == "m"
 
 
 def test_token_ids_are_a_prompt_too():

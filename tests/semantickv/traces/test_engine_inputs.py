@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semantickv.cli import main
-from semantickv.engine_state.events import BlockHash, BlockStored, encode_batch
+from semantickv.engine_state.events import BlockHash, BlockRemoved, BlockStored, encode_batch
 from semantickv.engine_state.subscriber import EventSource
 from semantickv.simulator.capacity import Capacity
 from semantickv.simulator.simulate import simulate
@@ -209,6 +209,21 @@ def test_requests_come_in_order_of_arrival_and_their_tokens_are_chains_that_were
     assert events.left_out == 0
     assert sum(len(one.block_ids) for one in given_requests) <= stored * (len(steps) + 1)
     assert {one.block_tokens for one in given_requests} <= {(2,) * n for n in range(stored + 1)}
+
+
+def test_a_request_whose_first_block_is_no_longer_known_is_left_out_not_shortened() -> None:
+    events = EventTrace()
+    events.take(0.0, [BlockStored((1, 2), None, (0, 1, 2, 3), 2), BlockRemoved((1,))])
+    events.take(9.0, [BlockStored((3, 4), 2, (4, 5, 6, 7), 2)])
+    assert events.finish() == []
+    assert events.left_out == 1
+
+
+def test_blocks_that_name_each_other_as_parent_are_left_out_too() -> None:
+    events = EventTrace()
+    events.take(0.0, [BlockStored((1, 2), None, (0, 1, 2, 3), 2), BlockRemoved((1,)), BlockStored((1,), 2, (0, 1), 2)])
+    events.take(9.0, [BlockStored((3, 4), 2, (4, 5, 6, 7), 2)])
+    assert events.left_out == 1
 
 
 def test_live_events_become_a_trace_that_holds_no_tokens(tmp_path: Path) -> None:

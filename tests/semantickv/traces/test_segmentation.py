@@ -79,6 +79,14 @@ def test_a_label_inside_what_a_tool_said_is_content_not_structure() -> None:
     assert types(("assistant", "CONTEXT: I quote\n\n```\ncode\n```")) == ["assistant"]
 
 
+@pytest.mark.parametrize(
+    "second", ["CONTEXT: Closed on Sundays.\n\n", "CONTEXT: Closed on Sundays.\n\nAnd in May.\n\n"]
+)
+def test_a_short_section_is_a_block_of_its_own_whatever_follows_it(second: str) -> None:
+    first, *_ = Segmenter().cut_text("CONTEXT: Open 9-5.\n\n" + second)
+    assert first.text == "CONTEXT: Open 9-5.\n\n"
+
+
 def test_a_type_given_by_the_sender_wins() -> None:
     message = {"role": "user", "content": "SYSTEM: x", "metadata": {"semantic_type": "invoice"}}
     assert [block.type for block in Segmenter().cut_messages([message])] == ["invoice"]

@@ -94,7 +94,7 @@ def measure_prompts(model: Any, tokenizer: Any, pool: Any, args: argparse.Namesp
     from semblend.engine.model.model import PooledModel
     from semblend.materialize.calibrate import measure_prompt
 
-    known, measures, tokens, declined = _Known(args.pairs), [], 0, 0
+    known, measures, tokens, left_out = _Known(args.pairs), [], 0, 0
     progress = Progress()
     try:
         for prompt in itertools.islice(_prompts(model, tokenizer, args), args.limit):
@@ -110,7 +110,7 @@ def measure_prompts(model: Any, tokenizer: Any, pool: Any, args: argparse.Namesp
                         stop=model.spec.eos_ids,
                     )
                 except InputError as error:  # the blender would not follow it: nothing to learn for the gate
-                    declined, why = declined + 1, error.message
+                    left_out, why = left_out + 1, error.message
                     say(f"left out: {why}")
                     continue
                 known.add(key, found)
@@ -120,8 +120,8 @@ def measure_prompts(model: Any, tokenizer: Any, pool: Any, args: argparse.Namesp
                 progress.show(f"{len(measures)} of at most {args.limit} prompts, {tokens:,} tokens")
     finally:
         progress.clear()
-    if declined:
-        say(f"{declined} prompts were left out")
+    if left_out:
+        say(f"{left_out} prompts were left out")
     return measures, tokens
 
 

@@ -29,6 +29,7 @@ from semblend.materialize.donors.directory import SharedDonors
 from semblend.materialize.donors.directory_kv import DirectoryKv, Publisher
 from semblend.materialize.donors.tiers import DonorKv
 from semblend.materialize.gate.gate import OutcomeMemory
+from semblend.materialize.kv.moves import count_bytes
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.prompt import Namespace, Prompt
 from semblend.session.local import describe_outcome
@@ -201,7 +202,7 @@ class Reuse:
         assert self.donor_kv is not None, "their KV is kept here"
         (layers, _, kv_heads, head_dim), tokens = self._pool.k.shape, 6400
         shape = (layers, tokens, kv_heads, head_dim)
-        return self.donor_kv.memory.count_bytes("host", shape, self._pool.dtype) / tokens
+        return count_bytes(self.donor_kv.memory.list_shapes("host", shape, self._pool.dtype)) / tokens
 
     def forget_donors(self) -> int:
         """Drop every donor and its KV; returns how many went."""
@@ -273,8 +274,8 @@ class Reuse:
         self.sessions.finish_load(sequence.session, describe_outcome(blended))
         return True
 
-    def _compute_declined(self, sequence: Sequence, declined: Decline) -> bool:
-        self.sessions.finish_load(sequence.session, LoadResult.refuse(declined))
+    def _compute_declined(self, sequence: Sequence, why: Decline) -> bool:
+        self.sessions.finish_load(sequence.session, LoadResult.refuse(why))
         self._compute_over(sequence)
         return False
 

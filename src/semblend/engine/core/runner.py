@@ -62,11 +62,11 @@ class Runner:
             if not piece.sequence.to_fill:
                 pieces.append(piece)
             elif may_fill:
-                sequence, planned = piece.sequence, piece.rows
+                sequence, rows = piece.sequence, piece.rows
                 if self._reuse.fill(sequence, batch.work_ms, self._is_awaited):
                     filled.append(sequence)
                 elif not sequence.to_fill:  # declined, or donor KV is in place and the rest is computed like any prompt
-                    pieces.append(Piece(sequence, sequence.computed, sequence.find_end(planned)))
+                    pieces.append(Piece(sequence, sequence.computed, sequence.find_end(rows)))
                 may_fill = not (filled or sequence.to_fill)
         return Batch(tuple(pieces), tuple(filled), batch.work_ms)
 

@@ -210,11 +210,11 @@ class Scheduler:
         filled took its passes.
         """
         for piece in batch.pieces:
-            one, planned = piece.sequence, piece.rows
+            one, charged = piece.sequence, piece.rows
             if one.receipt is None and one.blended is not None:
-                self._clock.charge(one.tenant, sum(made.rows for made in one.blended.passes) - planned)
+                self._clock.charge(one.tenant, sum(made.rows for made in one.blended.passes) - charged)
             elif one.to_fill or one.computed < piece.end:
-                self._clock.charge(one.tenant, -planned)
+                self._clock.charge(one.tenant, -charged)
 
     # -- parts -----------------------------------------------------------------------------------------------------
 

@@ -81,11 +81,11 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Sampled | None]:
     raw = logits.float()
     usable = _find_usable(raw)
     raw = torch.where(usable[:, None], raw, 0.0)
-    bent = _apply_penalties(raw, draws)
-    if bent is not raw:
-        usable &= _find_usable(bent)
-        bent = torch.where(usable[:, None], bent, 0.0)
-    chosen = _choose(bent, draws)
+    edited = _apply_penalties(raw, draws)
+    if edited is not raw:
+        usable &= _find_usable(edited)
+        edited = torch.where(usable[:, None], edited, 0.0)
+    chosen = _choose(edited, draws)
     usable &= (chosen >= 0) & (chosen < raw.shape[-1])
     logprobs = _logprobs(raw, torch.where(usable, chosen, 0), draws)
     tokens, fine = chosen.tolist(), usable.tolist()
@@ -103,8 +103,8 @@ def _choose(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     for filters in (False, True):
         rows = [i for i, draw in enumerate(draws) if not draw.sampling.greedy and draw.sampling.filters == filters]
         if rows:
-            drawn = _draw_filtered if filters else _draw_plain
-            chosen[rows] = drawn(logits[rows], [draws[i] for i in rows])
+            draw_rows = _draw_filtered if filters else _draw_plain
+            chosen[rows] = draw_rows(logits[rows], [draws[i] for i in rows])
     return chosen
 
 
@@ -152,24 +152,24 @@ def _apply_penalties(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tenso
         return logits
     logits = logits.clone()
     for row in rows:
-        _bend(logits[row], draws[row])
+        _edit_row(logits[row], draws[row])
     return logits
 
 
-def _bend(row: torch.Tensor, draw: Draw) -> None:
+def _edit_row(row: torch.Tensor, draw: Draw) -> None:
     """Bias and penalties of one row, in place."""
-    wanted = draw.sampling
-    if wanted.logit_bias:
-        tokens, biases = zip(*dict(wanted.logit_bias).items(), strict=True)
+    sampling = draw.sampling
+    if sampling.logit_bias:
+        tokens, biases = zip(*dict(sampling.logit_bias).items(), strict=True)
         row[list(tokens)] += torch.tensor(biases, dtype=row.dtype, device=row.device)
-    if wanted.repetition_penalty != 1 and draw.seen:
+    if sampling.repetition_penalty != 1 and draw.seen:
         seen = torch.tensor(sorted(set(draw.seen)), device=row.device)
-        values, penalty = row[seen], wanted.repetition_penalty
+        values, penalty = row[seen], sampling.repetition_penalty
         row[seen] = torch.where(values > 0, values / penalty, values * penalty)
-    said = Counter(draw.seen[draw.prompt_tokens :]) if wanted.frequency_penalty or wanted.presence_penalty else None
-    if said:
-        less = [wanted.frequency_penalty * times + wanted.presence_penalty for times in said.values()]
-        row[list(said)] -= torch.tensor(less, dtype=row.dtype, device=row.device)
+    if sampling.frequency_penalty or sampling.presence_penalty:
+        answered = Counter(draw.seen[draw.prompt_tokens :])
+        penalties = [sampling.frequency_penalty * times + sampling.presence_penalty for times in answered.values()]
+        row[list(answered)] -= torch.tensor(penalties, dtype=row.dtype, device=row.device)
 
 
 def _logprobs(logits: torch.Tensor, chosen: torch.Tensor, draws: Sequence[Draw]) -> dict[int, Logprobs]:

@@ -144,7 +144,7 @@ class SemBlendRadixCache(UnifiedRadixCache):
         if found.host_hit_length:  # SGLang's own pages come first: they are exact
             sessions.stand_back(request, int(found.device_prefix_len + found.host_hit_length), OWN_PAGES)
             return found
-        missed = not found.device_prefix_len and not request.declined and not request.opt_out
+        missed = not found.device_prefix_len and not request.unsupported and not request.opt_out
         private = missed and self._ask_provider(sessions, params)
         offered = sessions.offer(request, int(found.device_prefix_len))
         if private:

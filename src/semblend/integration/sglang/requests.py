@@ -28,7 +28,7 @@ def read_request(
         request_id=req.rid,
         prompt=Prompt(np.array(req.origin_input_ids, dtype=np.int64), namespace=build_namespace(salt, engine)),
         longest_prefix=longest_prefix,
-        declined=explain_decline(req, require_salt=require_cache_salt and not salt) or "",
+        unsupported=explain_decline(req, require_salt=require_cache_salt and not salt) or "",
         quality=asked.quality,
         opt_out=asked.opt_out,
         answered=len(req.output_ids) > 0,

@@ -91,7 +91,7 @@ def read_request(request: Any, engine: Namespace, *, require_cache_salt: bool = 
         request_id=str(request.request_id),
         prompt=Prompt(tokens, namespace=namespace),
         longest_prefix=len(tokens) - 1,
-        declined=explain_decline(request, require_salt=require_cache_salt and not tenant) or "",
+        unsupported=explain_decline(request, require_salt=require_cache_salt and not tenant) or "",
         source=request,
     )
 

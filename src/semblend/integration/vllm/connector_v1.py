@@ -1,4 +1,4 @@
-"""`SemBlendConnectorV1`: what vLLM loads. A facade: every hook is one call into a ours, and none of them raises.
+"""`SemBlendConnectorV1`: what vLLM loads. A facade: every hook is one call into our own side, and none of them raises.
 
 vLLM makes one object in the scheduler's process and one in each worker's; each has the side of its role. A hook
 that fails says so in the log and in an event, and answers as if there were no connector. The one exception: where one
@@ -199,7 +199,7 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
     def leave_to_another(self, request: Any, exact_tokens: int, local_tokens: int) -> None:
         """Another connector brings the prompt from ``local_tokens`` to ``exact_tokens``; for `multi_connector`."""
         ours, name = self._ours, request.request_id
-        self._safely("lookup", lambda: ours.left_to_another(request, exact_tokens, local_tokens), None, name)
+        self._safely("lookup", lambda: ours.leave_to_another(request, exact_tokens, local_tokens), None, name)
 
     def publish_when_confirmed(self) -> None:
         """Beside others no donor is published before its step is reported: a load of theirs may have failed in it."""
@@ -219,7 +219,7 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
             return
         block_ids = list(blocks.get_block_ids()[0])
         try:
-            ours.allocated(request, block_ids, num_external_tokens)
+            ours.note_allocated(request, block_ids, num_external_tokens)
         except Exception as error:
             log.warning("SemBlend: a claim failed for %s", name, exc_info=True)
             ours.report_failure("claim", f"{type(error).__name__}: {error}", name)
@@ -227,7 +227,9 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         ours, everything = self._ours, (0, num_external_tokens)
-        told = self._safely("sources", lambda: ours.hit_sources(request.request_id, num_external_tokens), everything)
+        told = self._safely(
+            "sources", lambda: ours.count_hit_sources(request.request_id, num_external_tokens), everything
+        )
         reused, computed = told
         sources = {CacheHitSource.HOST: reused, CacheHitSource.EXTERNAL_UNSPECIFIED: computed}
         return {source: tokens for source, tokens in sources.items() if tokens}
@@ -245,20 +247,20 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
         found = getattr(connector_output, "kv_connector_worker_meta", None)
         if isinstance(found, ReportMetadata):
             ours, report = self._ours, found.report
-            self._safely("report", lambda: ours.reported(report), None, *report.served)
+            self._safely("report", lambda: ours.note_report(report), None, *report.served)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """Once, when the engine is made. Of connectors beside us it may be theirs."""
         digests = [one.weights for one in metadata.values() if isinstance(one, WeightsHandshake)]
         if digests:
             ours, report = self._ours, Report(weights=join_digests(digests))
-            self._safely("weights", lambda: ours.reported(report), None)
+            self._safely("weights", lambda: ours.note_report(report), None)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         del block_ids
         ours, name = self._ours, request.request_id
         try:
-            receipt = ours.finished(name) if ours.facts.refusal is None else ours.finish_refused(request)
+            receipt = ours.finish(name) if ours.facts.refusal is None else ours.finish_refused(request)
         except Exception as error:
             log.warning("SemBlend: a receipt failed for %s", name, exc_info=True)
             ours.report_failure("receipt", f"{type(error).__name__}: {error}", name)

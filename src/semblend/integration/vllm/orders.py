@@ -20,7 +20,7 @@ class Load:
 
     ``tokens`` and ``spans`` reach to ``plan_tokens``: in mode balanced that is one further than the claim, because the
     gate wants the next-token distribution. Generations in ``spans`` are the worker's. Without spans it is a load that
-    went wrong before it was ordered: the worker refuses it, and vLLM computes the prompt.
+    went wrong before it was ordered: the worker refuses it, and vLLM computes the prompt. ``tenant``: whose turn it is.
     """
 
     request_id: str
@@ -30,6 +30,7 @@ class Load:
     claim_end: int
     spans: tuple[Span, ...]
     mode: str
+    tenant: str = ""
 
     @property
     def plan_tokens(self) -> int:

@@ -24,7 +24,7 @@ from semblend.materialize.donors.directory_kv import DirectoryKv, KvSignature
 from semblend.materialize.donors.store import PrivateFolder
 from semblend.materialize.gate.observers import EIGHT_BIT_TOLERANCE
 from semblend.materialize.gate.thresholds import ChosenTable, choose_table
-from semblend.materialize.kv.moves import count_packed_bytes
+from semblend.materialize.kv.moves import count_bytes, packed_shapes
 from semblend.materialize.weights_watch import WeightsWatch
 from semblend.prompt import Namespace
 
@@ -164,4 +164,4 @@ def _share_of(bits: int, spec: Any) -> float:
     if bits != 8:
         return 1.0
     tokens, head_dim, width = 6400, int(spec.head_size), int(spec.dtype.itemsize)
-    return count_packed_bytes(1, tokens, 1, head_dim) / (2 * tokens * head_dim * width)
+    return count_bytes(packed_shapes(1, tokens, 1, head_dim)) / (2 * tokens * head_dim * width)

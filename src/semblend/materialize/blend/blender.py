@@ -195,8 +195,8 @@ class Blender:
         if isinstance(problem, Refused):
             raise problem
         if problem is not None:
-            declined = _decline_failure(problem)
-            raise Refused(declined.reason, declined.detail) from problem
+            decline = _decline_failure(problem)
+            raise Refused(decline.reason, decline.detail) from problem
         if failed:
             raise Refused(DeclineReason.STALE, "another rank could not load its part of a donor")
         return int(most)

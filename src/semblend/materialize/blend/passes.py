@@ -121,7 +121,7 @@ class BlendState:
     mass: npt.NDArray[np.floating[Any]] | None = None
     deviation: npt.NDArray[np.floating[Any]] | None = None
     canary: float | None = None
-    deep: float | None = None  # how far donor KV is off above layer 0, by `gate.canary.DeepLook`
+    deep: float | None = None  # how far donor KV is off above layer 0, by `DeepLook`
     looked_at: tuple[Tensor, Tensor] | None = None  # by the canary: positions, and the error of each on this rank
     risk: float | None = None
     features: RiskFeatures | None = None

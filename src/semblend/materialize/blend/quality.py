@@ -278,9 +278,6 @@ class Spliced:
     recomputed_runs: tuple[tuple[int, int], ...]
     canary: float | None
     load_ms: float
-    compute_ms: float | None = None
-    risk: float | None = None
-    escalations: int = 0
 
 
 OnPass = Callable[[Pass, Tensor], None]

@@ -20,7 +20,7 @@ from torch import Tensor
 from semblend.errors import CapacityError, InputError, StoreError
 from semblend.materialize.donors.store import KvFile
 from semblend.materialize.kv.layout import Layout, copy_to_device
-from semblend.materialize.kv.moves import count_packed_bytes, packed_shapes
+from semblend.materialize.kv.moves import Shapes, packed_shapes
 from semblend.materialize.kv.rope import RopeSpec
 from semblend.materialize.kv.splice import gather, gather_packed, pack_donor
 
@@ -106,9 +106,7 @@ class Arena:
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
         """None where no hole is large enough."""
-        wanted = dtype.itemsize
-        for size in shape:
-            wanted *= size
+        wanted = torch.Size(shape).numel() * dtype.itemsize
         room = -(-wanted // _ALIGNMENT) * _ALIGNMENT
         for index, (start, end) in enumerate(self._free):
             if end - start >= room:
@@ -171,6 +169,10 @@ class Courier:
         self._under_way = [(arrival, nbytes) for arrival, nbytes in self._under_way if not arrival.query()]
         return sum(nbytes for _, nbytes in self._under_way)
 
+    def finish(self) -> None:
+        """Wait until everything has arrived."""
+        self._stream.synchronize()
+
     def queue(self, nbytes: int, copies: Callable[[], None], read: Sequence[Tensor] = ()) -> Arrival:
         """``copies`` runs now and only queues; what was computed before this call is what it reads.
 
@@ -190,8 +192,6 @@ class Courier:
 
 MAX_BACKLOG = 6 << 30
 """Bytes under way to the host, about 120 ms of a fast bus: a donor that comes on top of more than that is not kept."""
-
-Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class DonorMemory:
@@ -217,36 +217,42 @@ class DonorMemory:
             if memory is not None:
                 self.arenas[tier] = Arena(memory)
 
-    def count_bytes(self, tier: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        """What a donor with keys of this shape takes in a tier when it is copied there."""
+    def list_shapes(self, tier: str, shape: tuple[int, ...], dtype: torch.dtype) -> Shapes:
+        """The tensors of a donor with keys of this shape, when it is copied into a tier."""
         if self.packs and tier != "device":
-            return count_packed_bytes(*shape)
-        return 2 * torch.Size(shape).numel() * dtype.itemsize
+            return packed_shapes(*shape)
+        return dict.fromkeys(("k", "v"), (shape, dtype))
 
-    def measure(self, entry: Entry, tier: str) -> int:
-        """Bytes that an entry will have in a tier: what leaves the device is packed, what is packed stays so."""
+    def list_moved(self, entry: Entry, tier: str) -> Shapes:
+        """The tensors that an entry will have in a tier: what leaves the device is packed, what is packed stays so."""
+        if "k_scale" in entry.tensors:
+            return {name: (tuple(part.shape), part.dtype) for name, part in entry.tensors.items()}
         k = entry.tensors["k"]
-        return entry.nbytes if "k_scale" in entry.tensors else self.count_bytes(tier, tuple(k.shape), k.dtype)
+        return self.list_shapes(tier, tuple(k.shape), k.dtype)
+
+    def take(self, tier: str, shapes: Shapes, device: torch.device | None = None) -> dict[str, Tensor] | None:
+        """Memory for these tensors; None where a tier whose memory was taken at once has no hole for them now.
+
+        Nothing is allocated beside such memory: to lock pages takes a tenth of a second, in the step of a request.
+        """
+        made: dict[str, Tensor] = {}
+        for name, (shape, dtype) in shapes.items():
+            if tier in self.arenas:
+                found = self.arenas[tier].take(shape, dtype)
+            else:
+                found = torch.empty(shape, dtype=dtype, device=device, pin_memory=self._pinned and tier == "host")
+            if found is None:
+                return None
+            made[name] = found
+        return made
+
+    def count_free(self, tier: str) -> int:
+        """Bytes of memory taken at once that are free now, in however many holes."""
+        return self.arenas[tier].free_bytes if tier in self.arenas else 0
 
     def fill(self, entry: Entry, layout: Layout, slots: Tensor) -> None:
-        """Fills the entry from the engine's cache; in host memory where the device has none left."""
-        source = layout.device
-        shape = (layout.layers, slots.numel(), layout.kv_heads, layout.head_dim)
-        wide = dict.fromkeys(("k", "v"), (shape, layout.dtype))
-        if entry.tier == "device":
-            try:
-                entry.parts = self._allocate("device", wide, source)
-            except torch.OutOfMemoryError:  # the pool and the weights leave less than the budget says
-                entry.tier, entry.nbytes = "host", self.count_bytes("host", shape, layout.dtype)
-        if entry.tier == "host":
-            self._refuse_backlog()
-            try:
-                entry.parts = self._allocate("host", packed_shapes(*shape) if self.packs else wide)
-            except (MemoryError, RuntimeError) as error:
-                raise CapacityError(
-                    f"no memory to copy donor {entry.donor_id!r}", hint="lower the donor budgets"
-                ) from error
-        index, parts = copy_to_device(slots, source), entry.tensors
+        """Copies the engine's cache into the entry's tensors."""
+        index, parts = copy_to_device(slots, layout.device), entry.tensors
 
         def copy() -> None:
             if "k_scale" in parts:
@@ -254,26 +260,30 @@ class DonorMemory:
             else:
                 gather(layout, index, parts["k"], parts["v"])
 
-        entry.arrives = self.queue(source, entry.nbytes, copy, index, *parts.values())
+        entry.arrives = self.queue(layout.device, entry.nbytes, copy, index, *parts.values())
 
-    def move(self, entry: Entry, target: torch.device) -> tuple[dict[str, Tensor], Arrival | None]:
-        """Copies of the entry's tensors for another tier, and when they arrive."""
+    def move(self, entry: Entry, out: dict[str, Tensor]) -> Arrival | None:
+        """Copies the entry's tensors into those of another tier; returns when they arrive, None where they have."""
         parts = entry.tensors
-        if target.type != "cpu":
+        if out["k"].device.type != "cpu":
             entry.wait_for_copy()
-            return {name: part.to(target) for name, part in parts.items()}, None
-        packs = self.packs and "k_scale" not in parts
-        same = {name: (tuple(part.shape), part.dtype) for name, part in parts.items()}
-        out = self._allocate("host", packed_shapes(*parts["k"].shape) if packs else same)
+        packs = "k_scale" in out and "k_scale" not in parts
 
-        def sink() -> None:
+        def copy() -> None:
             if packs:
                 pack_donor(parts, out)
                 return
             for name, part in parts.items():
                 out[name].copy_(part, non_blocking=True)
 
-        return out, self.queue(parts["k"].device, entry.nbytes, sink, *parts.values())
+        device = next((one.device for one in (out["k"], parts["k"]) if one.device.type != "cpu"), out["k"].device)
+        if device.type == "cpu" and self.courier is not None:
+            self.courier.finish()  # of the piece that is written now: who had it before may have been on its way
+        arrives = self.queue(device, entry.nbytes, copy, *parts.values(), *out.values())
+        if arrives is not None and out["k"].device.type != "cpu":
+            arrives.synchronize()  # the host's memory is somebody else's after this
+            return None
+        return arrives
 
     def pack(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors as files hold them, on the host where they have to be packed."""
@@ -292,20 +302,11 @@ class DonorMemory:
             self.courier = Courier(source)
         return self.courier.queue(nbytes, copies, [tensor for tensor in used if tensor.device.type == "cuda"])
 
-    def _refuse_backlog(self) -> None:
+    def refuse_backlog(self) -> None:
+        """Raises `CapacityError` while too much is on its way to the host."""
         backlog = 0 if self.courier is None else self.courier.backlog_bytes
         if backlog > MAX_BACKLOG:
             raise CapacityError(
                 f"{backlog} bytes of donors are still on their way to the host",
                 hint="give donors a budget on the device",
             )
-
-    def _allocate(self, tier: str, shapes: Shapes, device: torch.device | None = None) -> dict[str, Tensor]:
-        arena = self.arenas.get(tier)
-        made = {}
-        for name, (shape, dtype) in shapes.items():
-            found = None if arena is None else arena.take(shape, dtype)
-            if found is None:
-                found = torch.empty(shape, dtype=dtype, device=device, pin_memory=self._pinned and tier == "host")
-            made[name] = found
-        return made

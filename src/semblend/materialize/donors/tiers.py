@@ -47,7 +47,7 @@ from semblend.materialize.donors.directory_kv import DirectoryKv, PublishedDonor
 from semblend.materialize.donors.memory import Arrival, DonorMemory, Entry
 from semblend.materialize.donors.store import DiskTier, KvFile
 from semblend.materialize.kv.layout import Layout
-from semblend.materialize.kv.moves import DonorTensors
+from semblend.materialize.kv.moves import DonorTensors, Shapes, count_bytes
 from semblend.materialize.kv.rope import RopeSpec
 
 # -- What is known of captured donors: which tier each lies in, who holds it, whose end has to be told.
@@ -122,9 +122,12 @@ class DonorTiers:
         self.held[id(tensors.k)] = entry
         return tensors
 
-    def victims(self, tier: str, nbytes: int, tenant: str) -> list[Entry] | None:
-        """Those whose going makes room for ``tenant``; None when even all that may go would not."""
-        excess = self.used[tier] + nbytes - self.budget[tier]
+    def victims(self, tier: str, nbytes: int, tenant: str, *, at_least: int = 0) -> list[Entry] | None:
+        """Those whose going makes room for ``tenant``; None when even all that may go would not.
+
+        ``at_least``: so many bytes are to go even where there is room, because it is in no piece.
+        """
+        excess = max(at_least, self.used[tier] + nbytes - self.budget[tier])
         if excess <= 0:
             return []
         entries, victims = self.tiers[tier], []
@@ -313,17 +316,14 @@ class DonorKv:
         """
         if slots.numel() == 0:
             raise InputError(f"donor {donor_id!r} has no tokens to capture", hint="capture after its prefill")
-        shape = (layout.layers, slots.numel(), layout.kv_heads, layout.head_dim)
-        on_device = self.memory.count_bytes("device", shape, layout.dtype)
         device = layout.device if layout.device.type == self._device_type else None
-        first = "device" if device is not None and on_device <= self._books.budget["device"] else "host"
-        nbytes = self.memory.count_bytes(first, shape, layout.dtype)
+        entry = Entry(donor_id, generation, 0, "device", device=device, tenant=tenant)
+        entry.rope = rope or self._rope
         with self._telling(), self._mover:
             with self._lock:
                 self._books.retire(donor_id)
-            self._make_room(first, nbytes, tenant)  # before there is a copy: together with it they would not fit
-            entry = Entry(donor_id, generation, nbytes, first, device=device, tenant=tenant)
-            entry.rope = rope or self._rope
+            if not self._take_memory(entry, layout, slots.numel()):
+                raise CapacityError(f"no memory to copy donor {donor_id!r}", hint="raise the donor budgets")
             self.memory.fill(entry, layout, slots)
             if entry.arrives is not None and not slots_stay:
                 entry.arrives.wait()
@@ -333,7 +333,8 @@ class DonorKv:
                 with self._lock:
                     self._books.forget_uses(entry)
                 raise CapacityError(
-                    f"donor {donor_id!r} needs {nbytes} bytes and fits in no tier", hint="raise the donor budgets"
+                    f"donor {donor_id!r} needs {entry.nbytes} bytes and fits in no tier",
+                    hint="raise the donor budgets",
                 )
             with self._lock:
                 self._books.current[donor_id] = entry
@@ -486,17 +487,46 @@ class DonorKv:
 
     # -- by the mover, without the books -------------------------------------------------------------------------
 
+    def _take_memory(self, entry: Entry, layout: Layout, tokens: int) -> bool:
+        """Memory for a capture, of the first tier that has room; donors move out of it before there is a copy."""
+        shape = (layout.layers, tokens, layout.kv_heads, layout.head_dim)
+        for tier in ("device", "host"):
+            shapes = self.memory.list_shapes(tier, shape, layout.dtype)
+            entry.tier, entry.nbytes = tier, count_bytes(shapes)
+            if tier == "device" and (entry.device is None or entry.nbytes > self._books.budget["device"]):
+                continue
+            if tier == "host":
+                self.memory.refuse_backlog()
+            self._make_room(tier, entry.nbytes, entry.tenant)
+            entry.parts = self._take(tier, shapes, entry)
+            if entry.parts is not None:
+                return True
+        return False
+
+    def _take(self, tier: str, shapes: Shapes, entry: Entry) -> dict[str, Tensor] | None:
+        """Memory of a tier for an entry's tensors; more donors move out where what is free is in no piece."""
+        free = -1
+        while True:
+            try:
+                parts = self.memory.take(tier, shapes, entry.device if tier == "device" else None)
+            except (MemoryError, RuntimeError):  # torch reports a failed allocation as either
+                return None
+            before, free = free, self.memory.count_free(tier)
+            if (
+                parts is not None or free <= before
+            ):  # somebody still reads what has gone: no use in sending more after it
+                return parts
+            if not self._make_room(tier, count_bytes(shapes), entry.tenant, at_least=1):
+                return None
+
     def _settle(self, entry: Entry, first: int) -> bool:
         """Puts an unlisted entry into the first tier from ``first`` on that takes it; its tensors move with it."""
-        return any(
-            self._make_room(tier, self.memory.measure(entry, tier), entry.tenant) and self._place(entry, tier)
-            for tier in TIERS[first:]
-        )
+        return any(self._place(entry, tier) for tier in TIERS[first:])
 
-    def _make_room(self, tier: str, nbytes: int, tenant: str) -> bool:
+    def _make_room(self, tier: str, nbytes: int, tenant: str, *, at_least: int = 0) -> bool:
         """Moves donors out until ``nbytes`` of ``tenant`` fit; moves nothing when others must stay."""
         with self._lock:
-            victims = self._books.victims(tier, nbytes, tenant)
+            victims = self._books.victims(tier, nbytes, tenant, at_least=at_least)
             for entry in victims or ():
                 entry.moving = True
                 self._books.take_out(entry)
@@ -514,8 +544,11 @@ class DonorKv:
 
     def _place(self, entry: Entry, tier: str) -> bool:
         """Brings the tensors of an unlisted entry into ``tier`` and lists it; False when that has no room for them."""
-        parts, nbytes = entry.tensors, self.memory.measure(entry, tier)
+        shapes = self.memory.list_moved(entry, tier)
+        parts, nbytes = entry.tensors, count_bytes(shapes)
         file, arrives = entry.file, entry.arrives
+        if (tier == "device" and entry.device is None) or not self._make_room(tier, nbytes, entry.tenant):
+            return False
         if tier == "disk":
             if self._disk is None:
                 return False
@@ -528,12 +561,12 @@ class DonorKv:
                 self._tell_disk_failure(self._disk.folder, error)
                 return False
         elif entry.tier != tier:
-            target = entry.device if tier == "device" else torch.device("cpu")
-            if target is None:
+            taken = self._take(tier, shapes, entry)
+            if taken is None:
                 return False
             try:
-                parts, arrives = self.memory.move(entry, target)
-            except (MemoryError, RuntimeError):  # torch reports a failed allocation as either
+                parts, arrives = taken, self.memory.move(entry, taken)
+            except (MemoryError, RuntimeError):  # packing takes memory too
                 return False
         with self._lock:
             entry.parts, entry.file = (None, file) if tier == "disk" else (parts, file)
@@ -572,9 +605,7 @@ class DonorKv:
             self._books.take_out(entry)  # its own place is free for what sinks to make room for it
         before = entry.tier
         for tier in TIERS[: TIERS.index(before)]:
-            if tier == "device" and entry.device is None:
-                continue
-            if self._make_room(tier, entry.nbytes, entry.tenant) and self._place(entry, tier):
+            if self._place(entry, tier):
                 with self._lock:
                     self._books.throw_away(entry)
                 return True

@@ -147,7 +147,7 @@ class OutcomeMemory:
     >>> memory, plan = OutcomeMemory(), ReusePlan((Span("d", 0, 10, 190),), 215)
     >>> memory.predict_loss(plan, Namespace()) is None
     True
-    >>> memory.learn(plan, Namespace(), work=1.7, declined=DeclineReason.QUALITY_RISK)
+    >>> memory.learn(plan, Namespace(), work=1.7, reason=DeclineReason.QUALITY_RISK)
     >>> memory.predict_loss(plan, Namespace()).detail
     'such prompts cost 1.70 of a prefill (one donor in order, 128+ tokens, 1+ spans)'
     """
@@ -190,15 +190,15 @@ class OutcomeMemory:
         quality: str = GATED_MODE,
         *,
         work: float,
-        declined: DeclineReason | None = None,
+        reason: DeclineReason | None = None,
     ) -> None:
         """Take in what a plan that was begun has cost: ``work`` of its passes as a share of a cold prefill.
 
-        ``declined``: why the prompt holds no donor KV in the end; None where it does. Only the gate's own reason says
+        ``reason``: why the prompt holds no donor KV in the end; None where it does. Only the gate's own reason says
         something about the kind. A donor that was lost or a pass that failed does not.
         """
-        rejected = declined is DeclineReason.QUALITY_RISK
-        if declined is not None and not rejected:
+        rejected = reason is DeclineReason.QUALITY_RISK
+        if reason is not None and not rejected:
             return
         kind = name_kind(plan, read_nats(quality))
         with self._lock:

@@ -38,27 +38,25 @@ SCALES: dict[str, Scales] = {"k": Scales(64, by_dimension=True), "v": Scales(64,
 """Of keys and of values. They are part of the format of donor files: whoever changes them changes its magic."""
 
 
-def packed_shapes(
-    layers: int, tokens: int, heads: int, head_dim: int
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and type of the four tensors that hold a donor at 8 bits, by name."""
+Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and type of a donor's tensors, by name."""
+
+
+def count_bytes(shapes: Shapes) -> int:
+    return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes.values())
+
+
+def packed_shapes(layers: int, tokens: int, heads: int, head_dim: int) -> Shapes:
+    """The four tensors that hold a donor at 8 bits.
+
+    >>> count_bytes(packed_shapes(1, 64, 1, 64)) / (2 * 64 * 64 * 2)  # of what it takes at 16
+    0.515625
+    """
     whole = (layers, tokens, heads, head_dim)
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = dict.fromkeys(SCALES, (whole, torch.int8))
     for name, scales in SCALES.items():
         shapes[f"{name}_scale"] = (scales.shape(*whole), torch.bfloat16)
     return shapes
-
-
-def count_packed_bytes(layers: int, tokens: int, heads: int, head_dim: int) -> int:
-    """What a donor takes at 8 bits.
-
-    >>> count_packed_bytes(1, 64, 1, 64) / (2 * 64 * 64 * 2)  # of what it takes at 16
-    0.515625
-    """
-    total = 0
-    for shape, dtype in packed_shapes(layers, tokens, heads, head_dim).values():
-        total += torch.Size(shape).numel() * dtype.itemsize
-    return total
 
 
 def pack(x: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:

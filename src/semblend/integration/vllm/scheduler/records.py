@@ -99,7 +99,7 @@ class Record(ReuseSession):
     ``block_ids``: it was admitted with these, to be loaded or to be computed. ``salted``: its hashes from
     ``first_block`` on are not its own. ``entered``: vLLM has its filled blocks in its prefix cache. ``share``: the
     blocks of an equal prompt that it looks for, or has; it found ``found_tokens``. ``cost``: of the load that was last
-    considered, for `promotion`. ``brought_from``: another connector brings the tokens from there on, and its
+    considered, for `healing`. ``brought_from``: another connector brings the tokens from there on, and its
     load may run in the request's first step. ``spoiled``: why some of what its KV is computed on is wrong.
     """
 
@@ -131,9 +131,9 @@ class Record(ReuseSession):
         """Its blocks are filled, and not all of what is in them is exact."""
         return self.salted is not None and not self.is_loading and self.block_ids is not None
 
-    def decline(self, why: str) -> None:
+    def rule_out(self, why: str) -> None:
         """It is computed without us from now on, and becomes no donor."""
-        self.request = replace(self.request, declined=why)
+        self.request = replace(self.request, unsupported=why)
 
     def lose_blocks(self) -> None:
         """vLLM has taken its blocks back."""
@@ -223,7 +223,7 @@ def make_record(request: Any, facts: EngineFacts, settings: ConnectorSettings) -
         request.request_id,
         Prompt(request.prompt_token_ids, namespace=namespace),
         quality=options.quality,
-        declined=explain_decline(request, require_cache_salt=settings.require_cache_salt) or "",
+        unsupported=explain_decline(request, require_cache_salt=settings.require_cache_salt) or "",
         opt_out=options.opt_out,
         source=request,
     )

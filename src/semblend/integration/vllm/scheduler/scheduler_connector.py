@@ -2,13 +2,13 @@
 
 It decides and keeps books, and touches no KV. vLLM calls it in this order for a request:
 
-    matched      how many tokens behind the exact hit shall we provide? It waits for them, without holding up others
-    allocated    it has the blocks for what we claimed, and its load begins; again when it is scheduled
-    orders       once a step: what the worker's side has to load, capture and drop
-    reported     after the step: what it did. A load that ends well is scheduled next; one that was refused is computed
-                 by vLLM, under its own hashes, and never claimed again. A captured prompt becomes a donor, a served one
-                 gets its receipt
-    finished     the answer is complete, or the request was aborted
+    count_matched    how many tokens behind the exact hit shall we provide? It waits for them, and holds up nobody
+    note_allocated   it has the blocks for what we claimed, and its load begins; again when it is scheduled
+    build_orders     once a step: what the worker's side has to load, capture and drop
+    note_report      after the step: what it did. A load that ends well is scheduled next; one that was refused is
+                     computed by vLLM, under its own hashes, and never claimed again. A captured prompt becomes a donor,
+                     a served one gets its receipt
+    finish           the answer is complete, or the request was aborted
 
 Nothing in here raises into vLLM: `connector_v1` catches, says so in an event, and the request is computed cold.
 """
@@ -25,8 +25,8 @@ import numpy as np
 from semblend.confirm.receipt import Receipt
 from semblend.facade import SemBlend
 from semblend.integration.vllm.orders import Capture, Load, Orders, Report
+from semblend.integration.vllm.scheduler.healing import PrefixHealing, Verdict
 from semblend.integration.vllm.scheduler.prefix_locks import PrefixLocks
-from semblend.integration.vllm.scheduler.promotion import PrefixPromotion, Verdict
 from semblend.integration.vllm.scheduler.records import (
     ENGINE,
     EngineFacts,
@@ -76,9 +76,7 @@ class SchedulerConnector:
             quality=QualitySettings(seam_tokens=seam_tokens),
             outcomes=outcomes,
         )
-        self.promotion = PrefixPromotion(
-            settings.heal_prefixes, facts.hash_block_tokens, seam_tokens, self.report_failure
-        )
+        self.healing = PrefixHealing(settings.heal_prefixes, facts.hash_block_tokens, seam_tokens, self.report_failure)
         self._clock = clock
         self._records = RecordBook()
         self._given_up: set[str] = set()  # requests that vLLM computes without us, until they end
@@ -113,14 +111,14 @@ class SchedulerConnector:
         if record.decision is not before:
             record.cost = None
         if offered and isinstance(record.decision, ReusePlan):
-            verdict = self.promotion.judge(record, record.decision, self._records)
+            verdict = self.healing.judge(record, record.decision, self._records)
             if verdict is Verdict.WAIT:
                 return None
             if verdict is Verdict.PREFILL:
                 self._leave_to_vllm(record)
         return record.offered_tokens
 
-    def left_to_another(self, request: Any, exact_tokens: int, local_tokens: int = 0) -> None:
+    def leave_to_another(self, request: Any, exact_tokens: int, local_tokens: int = 0) -> None:
         """We claim nothing, and count what another connector brings as exact, for that is what it says it is.
 
         It brings the tokens from ``local_tokens`` on.
@@ -135,7 +133,7 @@ class SchedulerConnector:
             self.sessions.stand_back(record, exact_tokens, None)
             record.brought_from = local_tokens
 
-    def allocated(self, request: Any, block_ids: list[int], claimed_tokens: int) -> None:
+    def note_allocated(self, request: Any, block_ids: list[int], claimed_tokens: int) -> None:
         """The request was admitted, to be loaded or to be computed; ``block_ids`` are all it has so far."""
         record = self._records.get(request.request_id)
         if record is None:
@@ -146,7 +144,7 @@ class SchedulerConnector:
             self._begin_load(record, claimed_tokens)
         elif record.share is not None:
             self.shares.take(record)
-            self.semblend.ledger.planned(request.request_id, record.share.plan)
+            self.semblend.ledger.note_plan(request.request_id, record.share.plan)
         elif record.is_loading:  # the word about its load was lost: whatever is in its blocks, nobody else finds it
             self.sessions.finish_load(record, LoadResult(record.approximate_from))
         elif record.state is State.OFFERED:
@@ -155,7 +153,7 @@ class SchedulerConnector:
         self.locks.keep_private([record])
 
     def refuse_claim(self, request: Any, block_ids: list[int], claimed_tokens: int) -> None:
-        """`allocated` failed. Where we had claimed, vLLM waits for a load: it gets one that is refused."""
+        """`note_allocated` failed. Where we had claimed, vLLM waits for a load: it gets one that is refused."""
         record = self._records.get(request.request_id)
         self.give_up(request.request_id)
         if claimed_tokens and record is not None:
@@ -166,7 +164,7 @@ class SchedulerConnector:
         record = self._records.get(request_id)
         return record is not None and record.salted is not None
 
-    def hit_sources(self, request_id: str, claimed_tokens: int) -> tuple[int, int]:
+    def count_hit_sources(self, request_id: str, claimed_tokens: int) -> tuple[int, int]:
         """How many claimed tokens a donor holds, and how many we shall compute; they add up to the claim.
 
         This is the plan, because vLLM asks before the load runs. What really happened is in the receipt.
@@ -177,10 +175,10 @@ class SchedulerConnector:
         reused = min(claimed_tokens, record.decision.until(record.claim_end).reused_tokens)
         return reused, claimed_tokens - reused
 
-    def finished(self, request_id: str) -> Receipt | None:
+    def finish(self, request_id: str) -> Receipt | None:
         """The request ended; its receipt, where its prompt was complete and the worker has spoken."""
         self._given_up.discard(request_id)
-        self.promotion.forget(request_id)
+        self.healing.forget(request_id)
         record = self._records.get(request_id)
         if record is None:
             return None
@@ -258,7 +256,7 @@ class SchedulerConnector:
         """vLLM computes these blocks anew, because a connector could not load them. Nothing that was computed on them
         becomes a donor or is shared, and a load behind them has come to nothing.
 
-        Told with the output of the step that loaded them, before what else is `reported` of it.
+        Told with the output of the step that loaded them, before what else is reported of it.
         """
         self.donors.drop_copies_of(block_ids)
         for record in self._records.values():
@@ -266,14 +264,14 @@ class SchedulerConnector:
             if first is None:
                 continue
             record.spoiled = "another connector could not load KV that it is computed on"
-            record.decline(record.spoiled)
+            record.rule_out(record.spoiled)
             record.exact_tokens = min(record.exact_tokens, first * self.facts.block_tokens)
             self.shares.drop_of(record)
             if record.state is State.FILLED and record.share is None and not record.entered:
                 self.sessions.run_cold(record, Decline(DeclineReason.ERROR, record.spoiled))
                 self.locks.unlock(record)
 
-    def reported(self, report: Report) -> None:
+    def note_report(self, report: Report) -> None:
         """The worker's side has done a step."""
         self._catch_up()
         if report.weights:
@@ -295,7 +293,7 @@ class SchedulerConnector:
     def reset(self) -> bool:
         """Drop every donor, and what was made from them."""
         self.shares.clear()
-        self.promotion.books.clear()
+        self.healing.accounts.clear()
         self.donors.forget_all()
         return True
 
@@ -306,7 +304,7 @@ class SchedulerConnector:
     def give_up(self, request_id: str) -> None:
         """A hook failed for this request: its claim and its record go, and it is not claimed again."""
         self._given_up.add(request_id)
-        self.promotion.forget(request_id)
+        self.healing.forget(request_id)
         record = self._records.remove(request_id)
         if record is not None:
             self._release_blocks(record)
@@ -333,7 +331,7 @@ class SchedulerConnector:
         for record in self._records.values():
             record.request = replace(record.request, prompt=move_prompt(record.prompt, self.facts))
             if knew:
-                record.decline(record.request.declined or "the weights have changed since it began")
+                record.rule_out(record.request.unsupported or "the weights have changed since it began")
                 record.epoch = NEVER
         if knew:
             self.reset()
@@ -378,7 +376,7 @@ class SchedulerConnector:
         self.locks.lock(record, plan.spans[0].target_start, key)
         spans = (replace(one, generation=self.donors.find_generation(one.donor_id)) for one in plan.spans)
         self._loads.add(record, plan.prompt_tokens, spans)
-        self.promotion.note_load(record)
+        self.healing.note_load(record)
         self.donors.note_used(plan.donor_ids)
 
     def _note_loaded(self, record: Record, result: LoadResult) -> None:
@@ -436,15 +434,13 @@ class SchedulerConnector:
             self.sessions.end(record)
 
 
-# -- Loads on their way to the workers, and those that are held back for a step.
-#
-# The workers work on loads before a step's forward pass, and a load reads the exact blocks in front of it. vLLM
-# enters blocks into its prefix cache when it schedules them, so a request may be given blocks that are computed in
-# this very step. Its load is ordered with the next one.
-
-
 class PendingLoads:
-    """See the module."""
+    """Loads on their way to the workers, and those that are held back for a step.
+
+    The workers work on loads before a step's forward pass, and a load reads the exact blocks in front of it. vLLM
+    enters blocks into its prefix cache when it schedules them, so a request may be given blocks that are computed in
+    this very step. Its load is ordered with the next one.
+    """
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
@@ -469,6 +465,7 @@ class PendingLoads:
                 record.claim_end,
                 tuple(spans),
                 record.mode,
+                record.prompt.namespace.tenant,
             )
         )
 
@@ -476,8 +473,9 @@ class PendingLoads:
         """Order a load that the workers refuse, in place of the one that was to be ordered."""
         name, exact = record.request.request_id, record.exact_tokens
         self._waiting = [load for load in self._waiting if load.request_id != name]
-        nothing = np.zeros(0, dtype=np.int32)
-        self._waiting.append(Load(name, nothing, tuple(block_ids), exact, exact + claimed_tokens, (), record.mode))
+        nothing, tenant = np.zeros(0, dtype=np.int32), record.prompt.namespace.tenant
+        end = exact + claimed_tokens
+        self._waiting.append(Load(name, nothing, tuple(block_ids), exact, end, (), record.mode, tenant))
 
     def cancel(self, request_id: str) -> None:
         """The request has ended while it was being loaded."""

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from semblend.errors import CapacityError, RankError, SemBlendError
+from semblend.fairness import FairClock, TenantLine
 from semblend.integration.vllm.orders import Capture, Load, Orders, Report
 from semblend.materialize.blend.blender import STAGED_BYTES, Blender
 from semblend.materialize.blend.passes import MANY_ROWS, Ranks, measure_pass_rows
@@ -478,15 +479,6 @@ def find_invalid_blocks(load: Load, exact_until: int, block_tokens: int) -> set[
     return set(load.block_ids[exact_until // block_tokens : -(-load.claim_end // block_tokens)])
 
 
-# -- Loads under way, the oldest first, worked on for a part of each step.
-#
-# vLLM waits for a load as it waits for KV from another machine: the request holds its blocks and is not scheduled,
-# and what is running goes on. So a load may take several steps, and its verdict is known before the first token is
-# computed on it. A step gives all loads together a number of milliseconds. A piece is as long as what is left of
-# them, because large passes cost less a row than small ones; with less than half of them left the next one waits for
-# the next step.
-
-
 Outcome = Blended | Rejected | Decline
 Begin = Callable[[Load], Pieces[Outcome]]
 
@@ -511,7 +503,14 @@ class _Job:
 
 
 class LoadQueue:
-    """See the module.
+    """Loads under way, worked on for a part of each step, one after the other, in turns by tenant (`FairClock`).
+
+    vLLM waits for a load as it waits for KV from another machine: the request holds its blocks and is not scheduled,
+    and what is running goes on. So a load may take several steps, and its verdict is known before the first token is
+    computed on it. A step gives all loads together a number of milliseconds. A piece is as long as what is left of
+    them, because large passes cost less a row than small ones; with less than half of them left the next one waits for
+    the next step. Where nothing else runs a step ends with the first load that does, so that it is answered while the
+    next one loads.
 
     ``pace`` is that of the pieces; if it is 0, a load is one piece. ``agree`` makes one number of what several ranks
     have measured, because all of them have to stop behind the same piece. ``wait`` waits for what the device has to do
@@ -531,49 +530,69 @@ class LoadQueue:
         self._begin, self._agree, self._wait, self._clock, self._tell = begin, agree, wait, clock, tell
         self._pace = Pace() if pace is None else pace
         self._in_pieces = self._pace.piece_ms > 0
-        self._jobs: deque[_Job] = deque()
+        self._line, self._turns = TenantLine[_Job](), FairClock()
+        self._current: _Job | None = None
+        self._ended: list[tuple[Load, Outcome]] = []
 
     def __len__(self) -> int:
-        return len(self._jobs)
+        return len(self._line) + (self._current is not None)
 
     def add(self, load: Load) -> None:
-        self._jobs.append(_Job(load, self._begin(load)))
+        if not self._line.count(load.tenant):
+            self._turns.join(load.tenant)
+        self._line.append(load.tenant, _Job(load, self._begin(load)))
 
     def cancel(self, request_id: str) -> bool:
         """Give up a load and release its donors; False where it is over already."""
-        for job in self._jobs:
-            if job.load.request_id == request_id:
-                self._jobs.remove(job)
-                self._close(job)
-                return True
-        return False
+        job = next((job for job in self._list_jobs() if job.load.request_id == request_id), None)
+        if job is None:
+            return False
+        if job is self._current:
+            self._current = None
+        else:
+            self._line.remove(job.load.tenant, job)
+        self._close(job)
+        return True
 
     def work(self, budget_ms: float | None) -> list[tuple[Load, Outcome]]:
-        """Go on for about so long; what was finished. None: to the end, at once, because nobody else has work."""
-        if not self._jobs:
+        """Go on for about so long; what was finished. None: until a load ends, because nobody else has work."""
+        if not len(self):
             return []
         if budget_ms is not None:
             self._wait()
         started, spent = self._clock(), 0.0
-        outcomes: list[Outcome] = []
-        while len(outcomes) < len(self._jobs):
+        while (job := self._take_turn()) is not None:
             self._pace.piece_ms = budget_ms - spent if self._in_pieces and budget_ms is not None else 0.0
-            outcome = self._jobs[len(outcomes)].advance()
+            outcome = job.advance()
             if outcome is not None:
-                outcomes.append(outcome)
-            if budget_ms is None:
-                continue
-            spent = self._agree((self._clock() - started) * 1e3)
-            if spent > budget_ms / 2:
+                self._ended.append((job.load, outcome))
+                self._current = None
+            if budget_ms is not None:
+                spent = self._agree((self._clock() - started) * 1e3)
+            if self._ended if budget_ms is None else spent > budget_ms / 2:
                 break
-        return [(self._jobs.popleft().load, outcome) for outcome in outcomes]
+        ended, self._ended = self._ended, []
+        return ended
 
     def abandon(self) -> list[Load]:
         """Give up everything; also what was finished in a `work` that did not return."""
-        jobs, self._jobs = list(self._jobs), deque()
+        ended, jobs = self._ended, self._list_jobs()
+        self._ended, self._line, self._current = [], TenantLine(), None
         for job in jobs:
             self._close(job)
-        return [job.load for job in jobs]
+        return [*(load for load, _ in ended), *(job.load for job in jobs)]
+
+    def _take_turn(self) -> _Job | None:
+        """The load that has begun, else the first one of the tenant whose turn it is."""
+        if self._current is None and (tenant := self._turns.choose(self._line.tenants)) is not None:
+            self._current = self._line.pop(tenant)
+            load = self._current.load
+            self._turns.serve(tenant, max(1, load.plan_tokens - load.exact_tokens))
+            self._turns.forget_idle(self._line.tenants)
+        return self._current
+
+    def _list_jobs(self) -> list[_Job]:
+        return [*([] if self._current is None else [self._current]), *self._line]
 
     def _close(self, job: _Job) -> None:
         try:

@@ -215,7 +215,7 @@ class ServedPrompt:
         return self.pieces.chains[-1]
 
 
-class ReplicaFeed:
+class FollowedCache:
     """What one replica's events say. Takes them in small slices: a storm of events must not hold up a request."""
 
     def __init__(self, replica: Replica, source: EventSource) -> None:
@@ -258,11 +258,11 @@ class ReplicaFeed:
         }  # fmt: skip
 
 
-class EngineFeeds:
-    """All feeds of a router. `note_served` never waits; `run` does the work until it is cancelled."""
+class CacheFollower:
+    """The caches that a router follows. `note_served` never waits; `run` does the work until it is cancelled."""
 
-    def __init__(self, feeds: Iterable[ReplicaFeed]) -> None:
-        self.feeds = {feed.replica.id: feed for feed in feeds}
+    def __init__(self, caches: Iterable[FollowedCache]) -> None:
+        self.caches = {cache.replica.id: cache for cache in caches}
         self.tokenized = self.skipped = self.failed = 0
         self._waiting: asyncio.Queue[ServedPrompt] = asyncio.Queue(MOST_WAITING)
         self._tokens: OrderedDict[int, tuple[int, ...]] = OrderedDict()
@@ -271,22 +271,22 @@ class EngineFeeds:
         self._group: asyncio.TaskGroup | None = None
         self._listening: dict[str, asyncio.Task[None]] = {}
 
-    def add(self, feed: ReplicaFeed) -> None:
+    def add(self, cache: FollowedCache) -> None:
         """Listen to one more replica, from now on."""
-        self.feeds[feed.replica.id] = feed
+        self.caches[cache.replica.id] = cache
         if self._group is not None:
-            self._listening[feed.replica.id] = self._group.create_task(self._listen(feed))
+            self._listening[cache.replica.id] = self._group.create_task(self._listen(cache))
 
     def remove(self, name: str) -> None:
         """Listen to a replica no more."""
-        self.feeds.pop(name, None)
+        self.caches.pop(name, None)
         if (task := self._listening.pop(name, None)) is not None:
             task.cancel()
 
     def note_served(self, prompt: ServedPrompt) -> None:
         """Take a prompt that was answered whole. One that is linked already costs nothing."""
-        feed = self.feeds.get(prompt.replica.id)
-        if feed is None or not prompt.pieces.chains or feed.held.knows(prompt.id):
+        cache = self.caches.get(prompt.replica.id)
+        if cache is None or not prompt.pieces.chains or cache.held.knows(prompt.id):
             return
         try:
             self._waiting.put_nowait(prompt)
@@ -296,27 +296,27 @@ class EngineFeeds:
     async def run(self) -> None:
         """Listen to every engine, and tokenize what was served."""
         async with asyncio.TaskGroup() as self._group:
-            for feed in list(self.feeds.values()):
-                self.add(feed)
+            for cache in list(self.caches.values()):
+                self.add(cache)
             self._group.create_task(self._tokenize_all())
 
-    async def _listen(self, feed: ReplicaFeed) -> None:
+    async def _listen(self, cache: FollowedCache) -> None:
         """Listen to one engine for ever; an address that cannot be reached as it is written is tried again."""
         while True:
             try:
-                await feed.subscriber.run()
+                await cache.subscriber.run()
             except import_zmq().ZMQError:
                 self.failed += 1
-                feed.note_loss()
+                cache.note_loss()
             await asyncio.sleep(LISTEN_AGAIN_S)
 
     async def _tokenize_all(self) -> None:
         while True:
             prompt = await self._next_prompt()
             tokens = self._tokens.get(prompt.id) or await self._tokenize(prompt)
-            if prompt.replica.id not in self.feeds:
+            if prompt.replica.id not in self.caches:
                 continue  # it was removed meanwhile
-            if tokens and self.feeds[prompt.replica.id].blocks.block_size:
+            if tokens and self.caches[prompt.replica.id].blocks.block_size:
                 await self._link(prompt, tokens)
             elif tokens:
                 self._early.append(prompt)  # its events are still under way, and with them the size of a block
@@ -325,8 +325,8 @@ class EngineFeeds:
         """Wait for a prompt: one whose replica has spoken meanwhile, or a new one."""
         while True:
             for prompt in self._early:
-                feed = self.feeds.get(prompt.replica.id)
-                if feed is None or feed.blocks.block_size:
+                cache = self.caches.get(prompt.replica.id)
+                if cache is None or cache.blocks.block_size:
                     self._early.remove(prompt)
                     return prompt
             try:
@@ -351,10 +351,10 @@ class EngineFeeds:
 
     async def _link(self, prompt: ServedPrompt, tokens: tuple[int, ...]) -> None:
         """Link the prompt where it was served, and wherever its first block is held."""
-        for feed in list(self.feeds.values()):
-            size = feed.blocks.block_size
-            is_home = feed.replica is prompt.replica
-            if not size or feed.held.knows(prompt.id) or not (is_home or prompt.learns):
+        for cache in list(self.caches.values()):
+            size = cache.blocks.block_size
+            is_home = cache.replica is prompt.replica
+            if not size or cache.held.knows(prompt.id) or not (is_home or prompt.learns):
                 continue
             marks: list[int] = []
             chain = start_chain(prompt.salt)
@@ -362,10 +362,10 @@ class EngineFeeds:
             for at in range(0, len(tokens), width):
                 marks += list_marks(tokens[at : at + width], size, marks[-1] if marks else chain)
                 await asyncio.sleep(0)
-                if not is_home and not (marks and feed.blocks.holds(marks[0])):
+                if not is_home and not (marks and cache.blocks.holds(marks[0])):
                     break  # nothing of it is there
             else:
-                feed.held.link(prompt.id, prompt.pieces, marks, len(tokens), learns=prompt.learns)
+                cache.held.link(prompt.id, prompt.pieces, marks, len(tokens), learns=prompt.learns)
 
     def describe(self) -> dict[str, Any]:
         """Counts for the operator."""

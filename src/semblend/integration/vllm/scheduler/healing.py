@@ -69,7 +69,7 @@ def list_marks(blocks: int, block_tokens: int) -> list[int]:
     return marks
 
 
-class Healing:
+class PrefixAccounts:
     """The accounts, by tenant: one that invents prefixes pushes out its own. The least recently used goes first."""
 
     def __init__(self, most_tenants: int = MAX_TENANTS, most_accounts: int = MAX_ACCOUNTS) -> None:
@@ -156,13 +156,13 @@ def find_bought(marks: Sequence[Mark], paid: Sequence[float]) -> int | None:
 ReportFailure = Callable[[str, str, str], None]
 
 
-class PrefixPromotion:
+class PrefixHealing:
     """Asks the accounts about a request. After a failure it is off, and all are loaded as without it."""
 
     def __init__(self, on: bool, block_tokens: int, seam_tokens: int, report_failure: ReportFailure) -> None:
         self.on, self._block_tokens, self._seam_tokens = on, block_tokens, seam_tokens
         self._report_failure = report_failure
-        self.books = Healing()
+        self.accounts = PrefixAccounts()
 
     def judge(self, record: Record, plan: ReusePlan, records: Mapping[str, Record]) -> Verdict:
         """Load the plan, leave the prompt to vLLM, or ask again in the next step. The request has its own hashes."""
@@ -171,7 +171,7 @@ class PrefixPromotion:
         try:
             if record.cost is None:
                 record.cost = estimate_cost(record, plan, self._block_tokens, self._seam_tokens)
-            return self.books.judge(record.cost, lambda name: self._computes_next(records.get(name), record))
+            return self.accounts.judge(record.cost, lambda name: self._computes_next(records.get(name), record))
         except Exception as error:
             self._fail(record, error)
             return Verdict.LOAD
@@ -180,13 +180,13 @@ class PrefixPromotion:
         """Its load begins."""
         if self.on and record.cost is not None:
             try:
-                self.books.note_load(record.cost)
+                self.accounts.note_load(record.cost)
             except Exception as error:
                 self._fail(record, error)
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""
-        self.books.forget(request_id)
+        self.accounts.forget(request_id)
 
     def _computes_next(self, other: Record | None, record: Record) -> bool:
         """Whether vLLM computes another request under its own hashes, and this one's next block with it."""

@@ -189,6 +189,15 @@ class Router:
         """Whether marked passages are put in a replica's order here."""
         return self.replicas[0].arranger is not None
 
+    @property
+    def needs_pieces(self) -> bool:
+        """Whether the policy looks at prompts at all; to read and cut one of 8k tokens takes 0.1 ms."""
+        return len(self.replicas) > 1 and self.policy not in ("round_robin", "least_loaded")
+
+    @property
+    def sessions(self) -> int:
+        return len(self._homes)
+
     # -- how fast replicas are -----------------------------------------------------------------------------------------
 
     def note_speed(self, decision: RouteDecision, seconds: float, tokens_ahead: int, is_stream: bool) -> None:
@@ -228,14 +237,7 @@ class Router:
         expected = self._expect_s(tokens_ahead, is_stream)
         return expected is not None and silent_s > self.hang_s + 3 * expected
 
-    @property
-    def needs_pieces(self) -> bool:
-        """Whether the policy looks at prompts at all; to read and cut one of 8k tokens takes .1 ms."""
-        return len(self.replicas) > 1 and self.policy not in ("round_robin", "least_loaded")
-
-    @property
-    def sessions(self) -> int:
-        return len(self._homes)
+    # -- where a request goes ------------------------------------------------------------------------------------------
 
     def choose(self, request: RouteRequest, tried: Collection[Replica] = ()) -> RouteDecision | NoReplica:
         """Choose a replica that was not tried yet. Changes nothing."""

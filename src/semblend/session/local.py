@@ -185,7 +185,7 @@ class LocalSessions:
         self.semblend, self.settings = semblend, settings
         self._model, self._pool, self._quality, self._watch = model, pool, quality, watch
         self.donors = KeptDonors(semblend, model, settings, engine)
-        self._rules = Sessions(
+        self._sessions = Sessions(
             semblend,
             EngineTraits(
                 engine,
@@ -234,14 +234,14 @@ class LocalSessions:
         elif not session.is_open:  # refused once; or loaded, and then not admitted; or released untold
             self._take_back(session)
             return 0
-        return self._rules.offer(session, exact_tokens)
+        return self._sessions.offer(session, exact_tokens)
 
     def stand_back(self, request: SessionRequest, exact_tokens: int, why: str) -> None:
         """The engine computes this request behind its ``exact_tokens``. Nothing is offered; it may become a donor."""
         session = self._open(request)
         self._stop_load(session)
         self._take_back(session)
-        self._rules.stand_back(session, exact_tokens, why)
+        self._sessions.stand_back(session, exact_tokens, why)
 
     def load(self, request_id: str, exact_slots: Callable[[], Tensor]) -> None:
         """Begin the load of a request: take slots for it. One that has begun goes on, if its exact prefix is in place.
@@ -258,12 +258,12 @@ class LocalSessions:
         if self._drop_old_weights():
             session.run_cold(Decline(DeclineReason.STALE, "the weights of the model have changed"))
             return
-        plan = self._rules.begin_load(session)
+        plan = self._sessions.begin_load(session)
         if isinstance(plan, Decline):
             return
         slots = self._pool.take(self._pool.round_up(plan.prompt_tokens - session.exact_tokens))
         if slots is None:
-            self._rules.run_cold(session, Decline(DeclineReason.CAPACITY, "there are no slots left for it"))
+            self._sessions.run_cold(session, Decline(DeclineReason.CAPACITY, "there are no slots left for it"))
             return
         load = self._loads[request_id] = Load(slots, prefix)
         context = torch.cat([prefix, slots])[: plan.prompt_tokens]
@@ -322,11 +322,11 @@ class LocalSessions:
         if session is None or session.has_answered or session.request.answered:
             return None
         self._stop_load(session)
-        self._rules.answer(session)
-        tokens = self._rules.count_donor_tokens(session, len(session.prompt) + len(answered))
+        self._sessions.answer(session)
+        tokens = self._sessions.count_donor_tokens(session, len(session.prompt) + len(answered))
         if slots is not None and tokens:
             self._capture(session, slots[:tokens], answered)
-        return self._rules.confirm(session)
+        return self._sessions.confirm(session)
 
     def forget(self, request_id: str) -> None:
         """The request is gone, whatever fails. Slots of a load go back; those in its row are the engine's to free."""
@@ -336,7 +336,7 @@ class LocalSessions:
                 self._stop_load(session)
             finally:
                 self._give_slots_back(session)
-                self._rules.end(session)
+                self._sessions.end(session)
 
     def give_up(self, request_id: str, where: str, error: BaseException) -> None:
         """A hook failed for this request: it is computed cold, and an event says why."""
@@ -348,8 +348,8 @@ class LocalSessions:
                 self._stop_load(session)
             finally:
                 self._give_slots_back(session)
-                self._rules.run_cold(session, Decline(DeclineReason.ERROR, message))
-        self._rules.report_failure(where, message, request_id)
+                self._sessions.run_cold(session, Decline(DeclineReason.ERROR, message))
+        self._sessions.report_failure(where, message, request_id)
 
     def guard(self, where: str, request_id: str, hook: Callable[[], Answer], otherwise: Answer) -> Answer:
         """The border to an engine: what fails in a hook costs the request time, never its answer."""
@@ -384,7 +384,7 @@ class LocalSessions:
             self.forget(request.request_id)
             session = None
         if session is None:
-            session = self._book[request.request_id] = self._rules.make(request)
+            session = self._book[request.request_id] = self._sessions.make(request)
         return session
 
     def _get_blender(self, mode: str) -> Blender:
@@ -396,7 +396,7 @@ class LocalSessions:
 
     def _finish_load(self, session: ReuseSession, result: LoadResult) -> None:
         """What is behind the claim is the engine's to compute; without KV to use, all of it is."""
-        self._rules.finish_load(session, result)
+        self._sessions.finish_load(session, result)
         if session.state is not State.FILLED:
             self._give_slots_back(session)
             return
@@ -415,7 +415,7 @@ class LocalSessions:
             pieces.close()
         finally:
             self._give_slots_back(session)
-        self._rules.stop_load(session)
+        self._sessions.stop_load(session)
         return True
 
     def _give_slots_back(self, session: ReuseSession) -> None:
@@ -430,7 +430,7 @@ class LocalSessions:
         load = self._loads.get(session.request_id)
         if load is not None and not load.is_handed_over and session.state is State.FILLED:
             why = "the engine did not admit it with what was loaded"
-            self._rules.run_cold(session, Decline(DeclineReason.CAPACITY, why))
+            self._sessions.run_cold(session, Decline(DeclineReason.CAPACITY, why))
         self._give_slots_back(session)
 
     def _drop_old_weights(self) -> bool:
@@ -482,19 +482,19 @@ def describe_outcome(outcome: Blended | Rejected | Decline) -> LoadResult:
     """What a blender did with a plan, as plain values."""
     if isinstance(outcome, Decline):
         return LoadResult.refuse(outcome)
-    looked = {
+    measured = {
         name: getattr(outcome, name)
         for name in ("risk", "escalations", "canary", "load_ms", "compute_ms", "work", "exact_until")
     }
     if isinstance(outcome, Rejected):  # the engine's prefill comes on top
-        looked |= {"work": outcome.work + 1, "exact_until": None}
+        measured |= {"work": outcome.work + 1, "exact_until": None}
         why = "the gate wants the prompt computed in full"
-        return LoadResult(**looked, reason=DeclineReason.QUALITY_RISK, detail=why, failed=True)
+        return LoadResult(**measured, reason=DeclineReason.QUALITY_RISK, detail=why, failed=True)
     if not outcome.approximate:
-        looked["exact_until"] = None
+        measured["exact_until"] = None
     all_computed = not outcome.reused_tokens
     return LoadResult(
-        **looked,
+        **measured,
         reused_tokens=outcome.reused_tokens,
         recomputed_tokens=outcome.recomputed_tokens,
         reason=DeclineReason.QUALITY_RISK if all_computed else None,

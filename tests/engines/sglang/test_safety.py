@@ -149,18 +149,18 @@ def test_a_donor_that_leaves_between_offer_and_load_costs_a_cold_prefill(world):
     document = donate(world, 171)
     prompt = world.instruction(4) + document + world.question()
     cold = world.cold(prompt)
-    decide = world.sessions._rules._decide
+    decide = world.sessions._sessions._decide
 
     def decide_and_lose(record):
         found = decide(record)
         world.sessions.donors.kv.drop_all()
         return found
 
-    world.sessions._rules._decide = decide_and_lose
+    world.sessions._sessions._decide = decide_and_lose
     try:
         (answer,) = world.ask(prompt, quality="fast")
     finally:
-        del world.sessions._rules._decide
+        del world.sessions._sessions._decide
     assert answer.tokens == cold.tokens
     assert world.receipt(answer).reason is DeclineReason.STALE
 

@@ -270,17 +270,7 @@ class Scheduler:
         """Pieces of prompts for at most ``budget`` tokens and ``work_ms``, in fair order between tenants."""
         under_way = self._list_under_way()
         ready = dict.fromkeys((*under_way, *(self.waiting.tenants if self._admits else ())))
-        known = work_ms is not None and self.pace.rate  # until a step was measured, tokens alone bound the next
-        work = max(MIN_WORK, self.pace.rate * work_ms) if known and work_ms else math.inf
-        head = self._find_head(ready, under_way) if ready else None
-        own = self.pace.weigh(head.computed, head.missing_tokens) if head is not None else 0.0
-        if head is not None and len(ready) > 1:
-            budget = min(budget, max(head.missing_tokens, self._config.step_tokens // 4))
-            work = min(work, max(own, MIN_WORK, self.pace.rate * self._config.step_work_ms)) if known else work
-        if work < own <= 2 * work:  # a short prompt is not worth two steps
-            work = own
-        if len(ready) < 2 <= len(self._last_here):  # a neighbour that comes back waits for the step that runs then
-            budget = min(budget, max(1, self._config.step_tokens // 2))
+        budget, work = self._bound_step(budget, work_ms, ready, under_way)
         granted: dict[Sequence, int] = {}
         completed: set[str] = set()
         while budget > 0 and work > 0 and (tenant := self._clock.choose(ready)) is not None:
@@ -317,11 +307,25 @@ class Scheduler:
                 under_way.setdefault(sequence.tenant, deque()).append(sequence)
         return under_way
 
-    def _find_head(self, ready: Iterable[str], under_way: dict[str, deque[Sequence]]) -> Sequence:
-        """Whose prompt comes first: a step that tenants share is as long as that, and a quarter of a step at least."""
+    def _bound_step(
+        self, budget: int, work_ms: float | None, ready: dict[str, None], under_way: dict[str, deque[Sequence]]
+    ) -> tuple[int, float]:
+        """How many tokens, and how much work, prompts of the tenants that are ``ready`` may take in this step."""
         first = self._clock.choose(ready)
-        assert first is not None
-        return under_way[first][0] if first in under_way else self.waiting.look(first)
+        if first is None:
+            return 0, 0.0
+        head = under_way[first][0] if first in under_way else self.waiting.look(first)
+        head_work = self.pace.weigh(head.computed, head.missing_tokens)
+        rate = 0.0 if work_ms is None else self.pace.rate  # until a step was measured, tokens alone bound the next
+        work = max(MIN_WORK, rate * work_ms) if rate and work_ms else math.inf
+        if len(ready) > 1:
+            budget = min(budget, max(head.missing_tokens, self._config.step_tokens // 4))
+            work = min(work, max(head_work, MIN_WORK, rate * self._config.step_work_ms)) if rate else work
+        elif len(self._last_here) > 1:  # a neighbour that comes back waits for the step that runs then
+            budget = min(budget, max(1, self._config.step_tokens // 2))
+        if work < head_work <= 2 * work:  # a short prompt is not worth two steps
+            work = head_work
+        return budget, work
 
     def _start_next(self, tenant: str, under_way: dict[str, deque[Sequence]], ready: dict[str, None]) -> bool:
         """Admit the tenant's next request, if that can be; a tenant with nothing running makes the others wait."""

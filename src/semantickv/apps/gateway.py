@@ -163,12 +163,13 @@ class RoutedCall:
             return BUSY
         self.first_byte = self.last_byte = time.perf_counter()
         self.status = answer.status
+        self.reader = AnswerReader(answer.headers)
         if answer.status >= 400:
             gateway.note_refused(decision, self.new_keys)
         elif self.path in PROMPT_PATHS:
-            gateway.router.note_speed(decision, self.first_byte - self.sent_at, self.tokens_ahead, self.is_stream)
+            seconds = self.first_byte - self.sent_at
+            gateway.router.note_speed(decision, seconds, self.tokens_ahead, self.reader.is_stream)
         gateway.router.note_first_byte(decision)
-        self.reader = AnswerReader(answer.headers)
         if self.arranged is not None and answer.status == 200:
             gateway.note_arranged(decision, self.arranged.sent)
         ours = [(b"x-request-id", self.request_id.encode("latin-1"))]

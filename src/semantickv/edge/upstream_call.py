@@ -14,10 +14,10 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import AsyncIterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, partial
-from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -35,6 +35,8 @@ MAX_HEAD_BYTES = 64 << 10
 IDLE_S = 30.0
 PIECE_BYTES = 256 << 10
 """Larger bodies are sent in pieces of this size, so that others have their turn between them."""
+_IS_KEPT = ContextVar("is_kept", default=False)
+"""Whether the connection of the call that runs had served another one before; its task sets it, and reads it."""
 _AUTOMATIC = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 
 
@@ -277,18 +279,17 @@ class Upstream:
         for attempt in range(2):
             if len(request.body) > PIECE_BYTES:
                 data = _cut_body(request.body)
-            connection = SimpleNamespace(is_used=False)
+            _IS_KEPT.set(False)
             try:
                 response = await session.request(
-                    request.method, url, headers=headers, data=data, timeout=timeout, allow_redirects=False,
-                    trace_request_ctx=connection,
-                )  # fmt: skip
+                    request.method, url, headers=headers, data=data, timeout=timeout, allow_redirects=False
+                )
             except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
                 fault = _name_fault(error)
-                if fault.kind is FaultKind.CLOSED_EARLY and connection.is_used and attempt == 0:
+                if fault.kind is FaultKind.CLOSED_EARLY and _IS_KEPT.get() and attempt == 0:
                     continue  # the engine closed a kept connection in this moment: not one byte had come back
                 return fault
-            if response.status < 200:
+            if not 200 <= response.status < 600:
                 response.close()
                 return Fault(FaultKind.GARBAGE, f"status {response.status} is no answer")
             return UpstreamAnswer(response, self)
@@ -296,8 +297,6 @@ class Upstream:
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
-            watch = aiohttp.TraceConfig()
-            watch.on_connection_reuseconn.append(_note_reuse)
             connector = aiohttp.TCPConnector(
                 limit=0,
                 keepalive_timeout=self._idle_s,
@@ -314,7 +313,6 @@ class Upstream:
                 trust_env=False,
                 max_line_size=MAX_HEAD_BYTES,
                 max_field_size=MAX_HEAD_BYTES,
-                trace_configs=[watch],
             )
         return self._session
 
@@ -325,7 +323,7 @@ class StrictConnection(ResponseHandler):
     def __init__(self, upstream: Upstream, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop=loop)
         self._upstream = upstream
-        self._is_asked = self._has_answer = False
+        self._is_asked = self._is_kept = self._has_answer = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._upstream.connections += 1
@@ -336,7 +334,8 @@ class StrictConnection(ResponseHandler):
         super().connection_lost(exc)
 
     def set_response_params(self, **known: Any) -> None:
-        self._is_asked = True
+        _IS_KEPT.set(self._is_kept)
+        self._is_asked = self._is_kept = True
         super().set_response_params(**known)
 
     def data_received(self, data: bytes) -> None:
@@ -401,11 +400,6 @@ def _name_fault(error: BaseException, *, is_mid_answer: bool = False) -> Fault:
     if isinstance(error, aiohttp.ClientConnectionError | OSError):
         return Fault(FaultKind.CLOSED_EARLY, detail)
     return Fault(FaultKind.GARBAGE, detail)
-
-
-async def _note_reuse(session: aiohttp.ClientSession, context: Any, params: Any) -> None:
-    del session, params
-    context.trace_request_ctx.is_used = True
 
 
 async def _cut_body(body: bytes) -> AsyncIterator[bytes]:

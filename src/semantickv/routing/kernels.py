@@ -85,7 +85,7 @@ def cut_compiled(data: bytes, ends: Sequence[int], seed: int) -> Cuts:
     array, words = np.frombuffer(data, np.uint8), np.empty(len(data) // 8 + 1, np.uint64)
     cuts = np.empty(len(data) // LEAST_PIECE_BYTES + len(ends) + 1, np.int64)
     cuts = cuts[: _find_cuts(array, np.asarray(ends, np.int64), make_gear(), cuts)]
-    if np.diff(cuts, prepend=0).max() > MAX_PIECE_BYTES:
+    if max(cuts[0], (cuts[1:] - cuts[:-1]).max(initial=0)) > MAX_PIECE_BYTES:
         cuts = np.array(split_long(cuts.tolist()), np.int64)
     hashes, chains = np.empty(len(cuts), np.uint64), np.empty(len(cuts), np.uint64)
     _hash_pieces(array, cuts, np.uint64(seed), words, hashes, chains)

@@ -162,10 +162,10 @@ class AnswerReader:
         self.received_bytes = 0
         self.first_token_at: float | None = None
         self._clock = clock
-        self._is_stream = "event-stream" in find_header(headers, b"content-type")
+        self.is_stream = "event-stream" in find_header(headers, b"content-type")
         self._is_plain = find_header(headers, b"content-encoding") in ("", "identity")
         self._opening = b""
-        self._is_opening = self._is_stream and self._is_plain
+        self._is_opening = self.is_stream and self._is_plain
         self._tail: deque[bytes] = deque()
         self._tail_bytes = 0
 
@@ -178,7 +178,7 @@ class AnswerReader:
             self._look_for_content(piece)
         self._tail.append(piece)
         self._tail_bytes += len(piece)
-        most = TAIL_BYTES if self._is_stream else MOST_WHOLE_BYTES
+        most = TAIL_BYTES if self.is_stream else MOST_WHOLE_BYTES
         while len(self._tail) > 1 and self._tail_bytes - len(self._tail[0]) >= most:
             self._tail_bytes -= len(self._tail.popleft())
 
@@ -194,7 +194,7 @@ class AnswerReader:
 
     def _list_objects(self) -> Iterator[Mapping[str, Any]]:
         data = b"".join(self._tail)
-        if not self._is_stream:
+        if not self.is_stream:
             texts = [data] if self.received_bytes <= MOST_WHOLE_BYTES else []
         else:
             texts = [line[5:] for line in data.split(b"\n") if line.startswith(b"data:")]

@@ -1,5 +1,9 @@
 """HTTP/1.1 on one connection: uvicorn's protocol with deadlines, limits for headers, and no room for smuggled requests.
 
+A request's head is held back until it is whole, checked against the grammar, and only then parsed. The parser (llhttp,
+by httptools) gets the bytes of one request at a time, and a new parser for each: what stands behind a request waits
+until that one is answered. What llhttp accepts and two servers could read differently is refused here.
+
 uvicorn's own timer starts only after the first answer, and every byte stops it; a write that nobody reads has none.
 """
 
@@ -8,21 +12,24 @@ from __future__ import annotations
 import asyncio
 import http
 import json
+import re
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import h11
+import httptools
 from uvicorn.config import Config
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from semblend.http.connections import Connections, Deadlines, Phase
 from semblend.wire.errors import ApiError
 
+if TYPE_CHECKING:
+    from uvicorn._types import ASGISendEvent
+
 MAX_HEADER_BYTES = 64 << 10
+"""Also of what stands around a body: lengths of chunks, their extensions, trailers."""
 MAX_HEADERS = 100
-PIECE_BYTES = 1 << 10
-"""Bytes handed to the parser at once while headers are read: it measures only what it could not parse yet."""
 MIN_READ_BYTES_PER_S = 1024
 LINGER_S = 5.0
 """A client may go on sending so long after its answer was sent."""
@@ -33,42 +40,60 @@ MAX_PIPELINED = 16
 in use do not; who does not read either would have as much done for it as the system's buffers hold, megabytes."""
 SMALL_CHUNKS = 1024
 MIN_CHUNK_BYTES = 1024
-"""Average of a body's chunks after the first `SMALL_CHUNKS`: parsing 16 MB in chunks of a byte takes minutes."""
+"""Average of a body's chunks after the first `SMALL_CHUNKS`: to parse 16 MB in chunks of a byte takes a minute."""
+CHUNK_LINE_BYTES = 16
+"""What the length of a chunk and its line ends take at most."""
+_HEAD_END = re.compile(rb"\n\r?\n")
+_TOKEN = rb"[-!#$%&'*+.^_`|~0-9A-Za-z]+"
+_HEAD = re.compile(rb"(?!CONNECT )%b /[!\"$-~]* HTTP/1\.[01]\r\n(?:%b:[\t -~\x80-\xff]*\r\n)*\r\n" % (_TOKEN, _TOKEN))
+"""A request line and headers (RFC 9112, 3 to 5) for a path of this server: no folded lines, no control characters."""
+_UPGRADE = re.compile(rb"(?i)(?<=\n)upgrade:[^\n]*\n")
+"""Taken out of a head: no other protocol is spoken here, and a parser that reads it would not read the body."""
 
 
-class StrictConnection(h11.Connection):
-    """The parser, and what it lets pass although two servers could read it differently (RFC 9112, 6.1)."""
+class BadRequestError(Exception):
+    """Bytes that are no request of ours: the status for them, and why."""
 
-    refusal: h11.RemoteProtocolError | None = None
-    _chunks = _chunk_bytes = 0
-
-    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
-        """Return the next event; a request that must be refused raises, and ``refusal`` keeps the reason."""
-        try:
-            event = super().next_event()
-            if isinstance(event, h11.Request):
-                self._chunks = self._chunk_bytes = 0
-                _refuse_ambiguous(event)
-            elif isinstance(event, h11.Data):
-                self._count_chunk(event)
-            return event
-        except h11.RemoteProtocolError as error:
-            self.refusal = error
-            raise
-
-    def _count_chunk(self, data: h11.Data) -> None:
-        self._chunks += data.chunk_start
-        self._chunk_bytes += len(data.data)
-        if self._chunks > SMALL_CHUNKS and self._chunk_bytes < self._chunks * MIN_CHUNK_BYTES:
-            raise h11.RemoteProtocolError("the body comes in too many small chunks")
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
 
 
-def _refuse_ambiguous(request: h11.Request) -> None:
-    names = {name for name, _ in request.headers}
-    if len(request.headers) > MAX_HEADERS:
-        raise h11.RemoteProtocolError(f"more than {MAX_HEADERS} headers", error_status_hint=431)
-    if b"transfer-encoding" in names and (b"content-length" in names or request.http_version < b"1.1"):
-        raise h11.RemoteProtocolError("the length of the body is given in two ways")
+def find_refusal(headers: list[tuple[bytes, bytes]], version: str) -> BadRequestError | None:
+    """Why a request is refused whose headers, names in lower case, are well-formed each for itself.
+
+    >>> find_refusal([(b"host", b"a"), (b"host", b"b")], "1.1")
+    BadRequestError('HTTP/1.1 needs one Host header')
+    """
+    names = [name for name, _ in headers]
+    coding = [value.lower() for name, value in headers if name == b"transfer-encoding"]
+    if len(names) > MAX_HEADERS:
+        return BadRequestError(431, f"more than {MAX_HEADERS} headers")
+    hosts = names.count(b"host")
+    if hosts > 1 or (not hosts and version == "1.1"):
+        return BadRequestError(400, f"HTTP/{version} needs one Host header")
+    if coding and (b"content-length" in names or version != "1.1"):
+        return BadRequestError(400, "the length of the body is given in two ways")
+    if coding and coding != [b"chunked"]:
+        return BadRequestError(501, "of transfer codings only chunked is known")
+    return None
+
+
+def send_without_chunks(cycle: RequestResponseCycle) -> None:
+    """Let a body of unknown length end with the connection: HTTP/1.0 knows no chunks, and uvicorn sends them."""
+    send, is_counted = cycle.send, False
+
+    async def send_plain(message: ASGISendEvent) -> None:
+        nonlocal is_counted
+        if message["type"] == "http.response.start":
+            is_counted = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            if not is_counted:
+                cycle.chunked_encoding = False
+        elif message["type"] == "http.response.body" and not is_counted:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = send_plain  # type: ignore[method-assign]
 
 
 class LingeringTransport:
@@ -77,9 +102,11 @@ class LingeringTransport:
     To close both sides would reset the connection, and a client that sends a large body would lose our answer to it.
     """
 
-    def __init__(self, transport: asyncio.Transport, conn: h11.Connection, on_linger: Callable[[], None]) -> None:
+    def __init__(
+        self, transport: asyncio.Transport, is_sending: Callable[[], bool], on_linger: Callable[[], None]
+    ) -> None:
         self._transport = transport
-        self._conn = conn
+        self._is_sending = is_sending
         self._on_linger = on_linger
         self.lingers = False
 
@@ -92,8 +119,7 @@ class LingeringTransport:
     def close(self) -> None:
         if self.is_closing():
             return
-        sends = self._conn.their_state is h11.SEND_BODY or self._conn.trailing_data[0]
-        if sends and self._transport.can_write_eof():
+        if self._is_sending() and self._transport.can_write_eof():
             self.lingers = True
             self._transport.write_eof()
             self._on_linger()
@@ -101,7 +127,7 @@ class LingeringTransport:
             self._transport.close()
 
 
-class GuardedProtocol(H11Protocol):
+class GuardedProtocol(HttpToolsProtocol):
     """One connection of a server. Every phase in which we wait for the client has an end."""
 
     def __init__(
@@ -113,7 +139,6 @@ class GuardedProtocol(H11Protocol):
         app_state: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(config, state, app_state or {})
-        self.conn: h11.Connection = StrictConnection(h11.SERVER, MAX_HEADER_BYTES)
         self._books = connections
         self._deadlines = deadlines
         self._known: tuple[Phase, object] | None = None
@@ -121,23 +146,32 @@ class GuardedProtocol(H11Protocol):
         self._pipelined = 0
         self._wait: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
+        self._unread = b""
+        """What came and was not parsed: part of a head, or what stands behind a request that is not answered yet."""
+        self._searched = 0
+        """Bytes of it in which no head ends."""
+        self._has_begun = self._reads_body = False
+        self._length: int | None = 0
+        """Bytes of the body that are still to come; None where it comes in chunks."""
+        self._chunks = self._body_bytes = self._around_bytes = 0
+        self._tail = b""
+        """The last bytes that were parsed of a body in chunks."""
 
     # -- what the event loop calls ---------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.transport: Any = LingeringTransport(transport, self.conn, self._linger)
+        self.transport: Any = LingeringTransport(transport, self._is_sending, self._linger)
         if self._evicted:
             transport.abort()
         else:
             self._review()
 
     def data_received(self, data: bytes) -> None:
-        while data and self.conn.their_state is h11.IDLE and not self.transport.is_closing():
-            piece, data = data[:PIECE_BYTES], data[PIECE_BYTES:]
-            super().data_received(piece)
-        if data and not self.transport.is_closing():
-            super().data_received(data)
+        if self.transport.is_closing():
+            return
+        self._unread = self._unread + data if self._unread else data
+        self._read_on()
         self._review()
 
     def pause_writing(self) -> None:
@@ -154,22 +188,119 @@ class GuardedProtocol(H11Protocol):
         self._books.remove(self)
         super().connection_lost(exc)
 
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def _read_on(self) -> None:
+        """Parse what has come, up to the end of a request that is not answered yet."""
+        try:
+            while self._unread and not self.transport.is_closing():
+                if self._reads_body:
+                    (self._read_chunks if self._length is None else self._read_body)()
+                elif self.cycle is not None and not self.cycle.response_complete:
+                    self.flow.pause_reading()
+                    return
+                elif not self._read_head():
+                    return
+        except (httptools.HttpParserError, BadRequestError) as error:
+            inner = error.__context__  # what was raised while the parser called us
+            reason = inner if isinstance(inner, BadRequestError) else error
+            self.logger.warning("a request was refused: %s", reason)
+            self._refuse(getattr(reason, "status", 400), str(reason))
+
+    def _read_head(self) -> bool:
+        """Parse a head that is whole; False where it is not yet."""
+        found = _HEAD_END.search(self._unread, self._searched)
+        end = found.end() if found else len(self._unread)
+        if end > MAX_HEADER_BYTES:
+            raise BadRequestError(431, f"more than {MAX_HEADER_BYTES} bytes of headers")
+        if found is None and self._unread[0] > 0x20:
+            self._searched = max(0, end - 2)
+            return False
+        head, self._unread, self._searched = self._unread[:end], self._unread[end:], 0
+        if not _HEAD.fullmatch(head):
+            raise BadRequestError(400, "the request line or a header is malformed")
+        self._has_begun = False
+        self._chunks = self._body_bytes = self._around_bytes = 0
+        self._tail = b""
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.feed_data(_UPGRADE.sub(b"", head))
+        return True
+
+    def _read_body(self) -> None:
+        """Parse a body of known length, and nothing of what stands behind it."""
+        assert self._length is not None
+        piece, self._unread = self._unread[: self._length], self._unread[self._length :]
+        self._length -= len(piece)
+        self.parser.feed_data(piece)
+        if self._reads_body == (self._length == 0):
+            raise BadRequestError(400, "the length of the body is given in two ways")
+
+    def _read_chunks(self) -> None:
+        """Parse a body in chunks. It ends with an empty line, so it is parsed from one such end to the next."""
+        data, at = self._tail + self._unread, len(self._tail)
+        self._around_bytes += len(self._unread)
+        while at < len(data) and self._reads_body:
+            found = data.find(b"\r\n\r\n", max(0, at - 3))
+            end = len(data) if found < 0 else found + 4
+            self.parser.feed_data(data[at:end])
+            at = end
+            if found >= 0:
+                self.on_chunk_header()  # it costs as much as a chunk
+        self._unread, self._tail = data[at:], data[max(0, at - 3) : at]
+        self._around_bytes -= len(self._unread)
+        if self._around_bytes > MAX_HEADER_BYTES + CHUNK_LINE_BYTES * self._chunks:
+            raise BadRequestError(431, f"more than {MAX_HEADER_BYTES} bytes around the chunks of a body")
+
     # -- what uvicorn calls ----------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        if self._has_begun:
+            raise BadRequestError(400, "the body ends in two places")  # a second head that nobody has checked
+        self._has_begun = True
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._reads_body:  # else it is a trailer: it could name another caller, and is dropped
+            super().on_header(name, value.rstrip(b" \t"))
+
+    def on_headers_complete(self) -> None:
+        version = self.parser.get_http_version()
+        if refusal := find_refusal(self.headers, version):
+            raise refusal
+        self.expect_100_continue &= version == "1.1"
+        super().on_headers_complete()
+        known = dict(self.headers)
+        self._length = None if b"transfer-encoding" in known else int(known.get(b"content-length", 0))
+        self._reads_body = True
+        if version != "1.1":
+            send_without_chunks(self.cycle)
+
+    def on_chunk_header(self) -> None:
+        self._chunks += 1
+        if self._chunks > SMALL_CHUNKS and self._body_bytes < self._chunks * MIN_CHUNK_BYTES:
+            raise BadRequestError(400, "the body comes in too many small chunks")
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        self._around_bytes -= len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._reads_body = False
+        super().on_message_complete()
 
     def on_response_complete(self) -> None:
         answered = self.cycle
-        self._pipelined = self._pipelined + 1 if self.conn.trailing_data[0] else 0
+        self._pipelined = self._pipelined + 1 if self._unread else 0
         super().on_response_complete()
+        if self._reads_body and self.expect_100_continue:
+            self._close()  # nobody knows whether the body that was announced comes, or the next request
+        self._read_on()
         if self._pipelined >= MAX_PIPELINED and self.cycle is not answered:
             self.cycle.default_headers = [*self.cycle.default_headers, (b"connection", b"close")]
         self._unset_keepalive_if_required()  # the phases have a timer of their own
         self._review()
         self._watch_writes()
-
-    def send_400_response(self, msg: str) -> None:
-        """Refuse what is not a request, with the parser's reason."""
-        error = self.conn.refusal if isinstance(self.conn, StrictConnection) else None
-        self._refuse(error.error_status_hint if error else 400, str(error or msg))
 
     # -- what the server calls -------------------------------------------------------------------------------------
 
@@ -189,11 +320,14 @@ class GuardedProtocol(H11Protocol):
 
     # -- phases ----------------------------------------------------------------------------------------------------
 
+    def _is_sending(self) -> bool:
+        """Whether the client is in the middle of a request."""
+        return self._reads_body or bool(self._unread)
+
     def _find_phase(self) -> Phase:
         if self.cycle is not None and not self.cycle.response_complete:
             return Phase.BODY if self.cycle.more_body else Phase.ANSWER
-        is_between = self.cycle is not None and self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
-        return Phase.IDLE if is_between else Phase.HEADER
+        return Phase.HEADER if self.cycle is None or self._is_sending() else Phase.IDLE
 
     def _review(self) -> None:
         """Note the phase; a new one, or the same one of another request, starts its deadline anew."""
@@ -216,7 +350,7 @@ class GuardedProtocol(H11Protocol):
 
     def _give_up_waiting(self) -> None:
         self._wait = None
-        if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
+        if self._unread and not self._reads_body:
             self._refuse(408, "the headers did not come in time")
         else:
             self._close()
@@ -230,7 +364,7 @@ class GuardedProtocol(H11Protocol):
 
     def _refuse(self, status: int, message: str) -> None:
         """Answer an error and close; without an answer where this request has one."""
-        if self.conn.our_state is h11.DONE:
+        if self._reads_body and self.cycle.response_complete:
             self._close()
             return
         if self.cycle is not None and not self.cycle.response_complete:

@@ -241,6 +241,13 @@ def test_an_old_client_is_answered_too(url):
         assert read_until(client, b"never").endswith(b'{"ok": true}')
 
 
+def test_a_status_that_is_none_is_the_engines_fault(engine, url):
+    engine.default = send_raw(b"HTTP/1.1 799 Odd\r\ncontent-length: 2\r\n\r\nok")
+    with connect(url) as client:
+        client.sendall(post())
+        assert read_until(client, b"garbage").startswith(b"HTTP/1.1 502 ")
+
+
 def test_an_answer_without_a_body_has_none(engine, url):
     engine.plan(send_raw(b"HTTP/1.1 204 No Content\r\n\r\n", close=False))
     with connect(url) as client:

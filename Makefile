@@ -8,10 +8,13 @@ MODEL   ?= smollm2-135m
 PORT    ?= 8000
 # Test processes side by side, one compute thread each: small tensors gain nothing from more.
 # Files are taken in the order of their names, which leaves the quick doctests of src to the end: none waits for another.
+# Plug-ins of pytest are named: those that other packages bring cost each process 10 s. Byte code is written, wherever the
+# environment says otherwise: without it each of a hundred processes compiles our sources again.
 WORKERS ?= auto
 BIN     := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c $(VENV)/constraints.txt
-PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+PYTEST  := OMP_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest \
+	-p xdist.plugin -p _hypothesis_pytestplugin -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 # One environment that grows: what serving needs, then what make test needs, then what make test-all needs.
 SERVE_READY := $(VENV)/.serve-ready
@@ -84,7 +87,7 @@ unit: setup
 
 test-all: $(ALL_READY)
 	$(BIN)/semblend models pull $(MODEL)
-	$(PYTEST) -m slow
+	$(PYTEST) -p schemathesis.pytest.plugin -m slow
 
 coverage: setup
 	$(BIN)/coverage run -m pytest -m "not slow"

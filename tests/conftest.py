@@ -26,6 +26,11 @@ def is_long(pytestconfig: pytest.Config) -> bool:
     return bool(pytestconfig.getoption("--long"))
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file whose name ends with _slow holds slow tests only, and is not even imported where they are left out."""
+    return True if collection_path.stem.endswith("_slow") and config.option.markexpr == "not slow" else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A name with an address in it is another one in every process, and workers would refuse to share the tests."""
     for item in items:

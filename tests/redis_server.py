@@ -9,6 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
+from ports import find_port
+
+PATIENCE_S = 120
 
 
 class RedisServer:
@@ -17,9 +20,7 @@ class RedisServer:
     def __init__(self, folder: Path) -> None:
         if shutil.which("redis-server") is None:
             pytest.skip("redis-server is not installed here: apt install redis-server")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = find_port()
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -37,9 +38,10 @@ class RedisServer:
     def start(self) -> None:
         command = ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
         self._process = subprocess.Popen([*command, "--dir", str(self._folder)], stdout=subprocess.DEVNULL)
-        for _ in range(200):
+        end = time.monotonic() + PATIENCE_S
+        while time.monotonic() < end and self._process.poll() is None:
             try:
-                socket.create_connection(("127.0.0.1", self.port), 1).close()
+                socket.create_connection(("127.0.0.1", self.port), PATIENCE_S).close()
                 return
             except OSError:
                 time.sleep(0.05)
@@ -49,5 +51,5 @@ class RedisServer:
         """Kill it without a word, as a crash would."""
         if self._process is not None:
             self._process.kill()
-            self._process.wait(10)
+            self._process.wait(PATIENCE_S)
             self._process = None

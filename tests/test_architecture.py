@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Collection, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -77,10 +78,23 @@ def modules(package: str) -> Iterator[tuple[str, Path]]:
         yield ".".join(part for part in parts if part != "__init__"), path
 
 
-def imports(path: Path, *, top_only: bool = False) -> Iterator[tuple[str, int]]:
+@cache
+def read_nodes(path: Path) -> tuple[tuple[ast.AST, bool], ...]:
+    """The imports of a file and its words for the environment, each with whether it stands at the top of the file."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    nodes = tree.body if top_only else ast.walk(tree)
-    for node in nodes:
+    found = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        or (isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb"))
+    ]
+    return tuple((node, node in tree.body) for node in found)
+
+
+def imports(path: Path, *, top_only: bool = False) -> Iterator[tuple[str, int]]:
+    for node, is_top in read_nodes(path):
+        if top_only and not is_top:
+            continue
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -190,8 +204,8 @@ def test_only_the_settings_read_the_environment(package, reader):
         f"{package}.{module}:{node.lineno}"
         for module, path in modules(package)
         if module != reader
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb")
+        for node, _ in read_nodes(path)
+        if isinstance(node, ast.Attribute)
     }
     assert not readers
 
@@ -199,7 +213,7 @@ def test_only_the_settings_read_the_environment(package, reader):
 def targets(path: Path, known: Collection[str]) -> set[str]:
     """The modules that a file imports; of ``from package import module`` the module alone."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node, _ in read_nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

@@ -72,6 +72,7 @@ def test_a_twin_with_other_facts_keeps_no_number_no_name_and_no_polarity():
 
 
 @needs_data
+@pytest.mark.slow
 def test_the_same_seed_makes_the_same_corpus(corpus):
     again = corpus_module.build_corpus(Path(str(DATA)), load_tokenizer("stable"), seed=20, per_class=4)
 

@@ -26,13 +26,13 @@ def test_a_server_that_ends_instead_of_answering_is_an_error_with_its_log(tmp_pa
         [sys.executable, "-c", "print('no weights here'); raise SystemExit(3)"], tmp_path / "log.txt"
     )
     with pytest.raises(RuntimeError, match="no weights here"):
-        server.wait_until(ask_nobody, 20)
+        server.wait_until(ask_nobody, 300)
     server.stop()
 
 
 def test_its_children_are_counted_and_ended_with_it(tmp_path: Path) -> None:
     server = ServerProcess([sys.executable, "-c", SPIN], tmp_path / "log.txt")
-    end = time.monotonic() + 30
+    end = time.monotonic() + 300
     while server.read_cpu_ms() < 300 and time.monotonic() < end:
         time.sleep(0.05)
     assert server.read_cpu_ms() >= 300, "the child's time counts"

@@ -325,7 +325,7 @@ def test_explore_prints_its_address_answers_and_stops_cleanly_when_asked_to(tmp_
         try:
             assert server.stdout is not None
             url = server.stdout.readline().strip()
-            with urllib.request.urlopen(url + "health", timeout=30) as answer:
+            with urllib.request.urlopen(url + "health", timeout=300) as answer:
                 assert json.load(answer)["store"] == str(tmp_path / "s.semblend")
         finally:
             server.terminate()

@@ -142,7 +142,7 @@ def test_two_processes_write_whole_lines(tmp_path: Path) -> None:
         "for n in range(300): sink.emit(events.error('test', 'x' * 400, f'{sys.argv[2]}-{n}'))\n"
     )
     writers = [subprocess.Popen([sys.executable, "-c", code, str(path), name]) for name in "ab"]
-    assert [writer.wait(60) for writer in writers] == [0, 0]
+    assert [writer.wait(300) for writer in writers] == [0, 0]
     assert sorted(lines_of(path)) == sorted(f"{name}-{n}" for name in "ab" for n in range(300))
 
 

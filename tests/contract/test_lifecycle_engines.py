@@ -27,7 +27,7 @@ from semblend.prompt import Namespace, Prompt
 from semblend.wire.request import Request
 from semblend.wire.sampling import Sampling
 
-SEQUENCES, LONG = 50, 2_000
+SEQUENCES, LONG = 24, 2_000
 MODEL = make_small_model(seed=7, num_hidden_layers=3)
 
 
@@ -147,7 +147,7 @@ def live_and_count(lives: EmbeddedLives, seed: int) -> int:
 def test_the_embedded_engine_keeps_the_contract(strict, is_long):
     seeds = range(LONG if is_long else SEQUENCES)
     reused = sum(live_and_count(EmbeddedLives(seed, strict=strict), seed) for seed in seeds)
-    assert reused > 1_000, "the lives have led past every load"
+    assert reused > 10 * len(seeds), "the lives have led past every load"
 
 
 def test_an_embedded_engine_that_publishes_moved_kv_is_caught(monkeypatch):
@@ -236,9 +236,9 @@ def test_reuse_around_generate_keeps_the_contract(is_long):
     sys.path.insert(0, str(Path(__file__).parents[1] / "integration" / "transformers"))
     from tiny_models import make_model
 
-    reused = 0
-    for seed in range(LONG if is_long else SEQUENCES):
+    reused, seeds = 0, range(LONG if is_long else SEQUENCES)
+    for seed in seeds:
         lives = TransformersLives(seed, make_model("llama"))
         live(lives, seed)
         reused += lives.reused
-    assert reused > 1_000, "the lives have led past every load"
+    assert reused > 10 * len(seeds), "the lives have led past every load"

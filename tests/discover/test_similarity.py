@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -191,15 +190,13 @@ def test_a_donor_whose_newest_prompt_was_dropped_does_not_show_the_old_one() -> 
         assert evidence.find_similar(Prompt([1, 0, 0])) == ()
 
 
-def test_adding_costs_microseconds_even_when_embedding_hangs() -> None:
+def test_adding_waits_for_no_embedder_even_when_it_hangs() -> None:
     embedder = FakeEmbedder()
     with evidence_of(embedder) as evidence:
         embedder.gate.clear()
-        prompt = Prompt(np.arange(1, 8193))
-        start = time.process_time()
         for i in range(200):
-            evidence.add(f"d{i}", prompt)
-        assert (time.process_time() - start) / 200 < 0.003
+            evidence.add(f"d{i}", Prompt([1, 0, i]))
+        assert evidence.find_similar(Prompt([1, 0, 0])) == ()  # none of them is there yet
 
 
 def test_an_embedder_that_fails_costs_only_its_own_donor() -> None:

@@ -129,14 +129,15 @@ def count_bytes(path: Path) -> tuple[int, int]:
     return total, sum(is_part(name) for name in names)
 
 
-def start_engine(path: Path, seed: int) -> subprocess.Popen[str]:
-    """A process that publishes without end; returns once it has published its first donor."""
-    command = [sys.executable, str(Path(__file__).resolve()), str(path), str(seed)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    if process.stdout.readline().strip() != "ready":
-        raise SystemExit("an engine did not start")
-    return process
+def start_engines(path: Path, *seeds: int) -> list[subprocess.Popen[str]]:
+    """Processes that publish without end; returns once each has published its first donor."""
+    command = [sys.executable, str(Path(__file__).resolve()), str(path)]
+    engines = [subprocess.Popen([*command, str(seed)], stdout=subprocess.PIPE, text=True) for seed in seeds]
+    for engine in engines:
+        assert engine.stdout is not None
+        if engine.stdout.readline().strip() != "ready":
+            raise SystemExit("an engine did not start")
+    return engines
 
 
 def kill_engine(process: subprocess.Popen[str]) -> None:
@@ -153,7 +154,7 @@ def run_rounds(path: Path, count: int, *, seed: int) -> list[DirectoryRound]:
     reader = DirectoryReader(folder)
     rounds = []
     for number in range(1, count + 1):
-        engines = [start_engine(path, chance.randrange(1 << 30)) for _ in range(2)]
+        engines = start_engines(path, *(chance.randrange(1 << 30) for _ in range(2)))
         one = DirectoryRound(number, chance.uniform(0, 0.5))
         ends = time.monotonic() + one.killed_after_s
         while time.monotonic() < ends:

@@ -26,6 +26,7 @@ from live_server import post_bytes, read_to_end, run_server, wait_until  # noqa:
 from semblend.config import SemBlendConfig  # noqa: E402
 from semblend.engine.server.tenants import Tenants  # noqa: E402
 from semblend.facade import SemBlend  # noqa: E402
+from semblend.http import protocol  # noqa: E402
 from semblend.http.connections import Connections, Phase  # noqa: E402
 from semblend.http.protocol import MAX_PIPELINED  # noqa: E402
 from semblend.http.server import Acceptor  # noqa: E402
@@ -325,7 +326,7 @@ def test_eleven_hundred_silent_sockets_at_1024_descriptors_take_nothing_from_oth
                 answer = httpx.post(f"http://127.0.0.1:{port}{CHAT}", json=chat(), timeout=300)
                 assert answer.status_code == 200
             silent += [socket.create_connection(("127.0.0.1", port), timeout=300) for _ in range(300)]
-            assert httpx.get(f"http://127.0.0.1:{port}/health", timeout=30).status_code == 200
+            assert httpx.get(f"http://127.0.0.1:{port}/health", timeout=300).status_code == 200
             for wire in silent:
                 wire.close()
         finally:
@@ -373,8 +374,14 @@ def test_a_body_that_breaks_off_into_nonsense_is_refused_and_its_request_ends(ca
     assert not caplog.records
 
 
+@pytest.fixture
+def short_linger(monkeypatch):
+    """Whoever goes on sending after the last answer is heard for two seconds, not for five."""
+    monkeypatch.setattr(protocol, "LINGER_S", 2.0)
+
+
 @pytest.mark.parametrize("key", ["sk-acme", "unknown"])
-def test_a_body_in_tiny_chunks_is_refused_before_it_costs_anything(key):
+def test_a_body_in_tiny_chunks_is_refused_before_it_costs_anything(key, short_linger):
     tenants = Tenants({"sk-acme": "acme"})
     patient = {"header_timeout_s": 600, "body_timeout_s": 600}  # no deadline ends it before its chunks do
     with run_server(engine(), tenants=tenants, **patient) as server, server.connect() as wire:
@@ -398,7 +405,7 @@ def test_a_body_in_a_few_small_chunks_or_in_many_large_ones_is_read():
             assert b"200 OK" in read_answer(wire)
 
 
-def test_a_connection_that_sends_request_upon_request_without_reading_ends_after_some():
+def test_a_connection_that_sends_request_upon_request_without_reading_ends_after_some(short_linger):
     with run_server(engine()) as server, server.connect() as wire:
         wire.sendall(HEALTH * 200)
         answers = read_to_end(wire).split(b"HTTP/1.1 200 OK")[1:]

@@ -235,7 +235,7 @@ def make_prompt(rng: random.Random) -> list[int]:
 @pytest.mark.parametrize("pool", [160, 180, 208, 288])
 def test_every_request_ends_and_every_slot_comes_back(pool, page):
     """The longest prompt and its answer need 129 slots, twice the prompt and the answer 234."""
-    loads = sum(live(Scheduler(seed, pool, page), seed) for seed in range(4))
+    loads = sum(live(Scheduler(seed, pool, page), seed) for seed in range(2))
     assert loads or pool < 200, "no load has waited"
 
 

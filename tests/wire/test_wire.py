@@ -104,7 +104,7 @@ class Server:
         return httpx.AsyncClient(transport=transport, base_url="http://server", timeout=300)
 
     def _run(self, work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(300)
 
 
 @pytest.fixture(scope="module")
@@ -241,7 +241,7 @@ def test_one_bad_prompt_of_several_ends_all_of_them_and_frees_their_places():
         assert mixed.json()["error"]["param"] == "prompt"
         assert server.app.state.service.admission.running == 0
         assert server.post("/v1/completions", {"prompt": "next", "max_tokens": 1}).status_code == 200
-        server.engine.call_soon(lambda inner: inner.check()).result(10)
+        server.engine.call_soon(lambda inner: inner.check()).result(300)
         assert not server.inner.has_work
 
 
@@ -428,7 +428,7 @@ def test_no_type_of_any_field_makes_the_server_fail(server, path, field):
 
 
 def test_after_all_that_the_engine_holds_nothing_and_is_right(server):
-    server.engine.call_soon(lambda inner: inner.check()).result(10)
+    server.engine.call_soon(lambda inner: inner.check()).result(300)
     assert not server.inner.has_work
     assert server.app.state.service.admission.running == 0
     ids = Characters().encode("still right?")

@@ -94,12 +94,7 @@ class Sessions:
         self.outcomes = OutcomeMemory() if outcomes is None else outcomes
 
     def make(self, request: SessionRequest) -> ReuseSession:
-        return ReuseSession(request, self.choose_mode(request))
-
-    def choose_mode(self, request: SessionRequest) -> str:
-        """The quality of a request: its own, its tenant's, or the engine's."""
-        tenants = self.config.find_tenant_quality(request.prompt.namespace.tenant)
-        return choose_quality(request.quality, tenants, self.config.quality)
+        return ReuseSession(request, choose_mode(self.config, request.quality, request.prompt.namespace.tenant))
 
     # -- a request that waits ----------------------------------------------------------------------------------------
 
@@ -326,6 +321,11 @@ class Sessions:
         """Something of ours failed; the request is computed cold or was already."""
         if self.semblend.events:
             self.semblend.events.emit(events.error(where, message, request_id or None, engine=self.traits.name))
+
+
+def choose_mode(config: SemBlendConfig, asked: str | None, tenant: str) -> str:
+    """The quality of a request: the one it asked for, its tenant's, or the engine's."""
+    return choose_quality(asked, config.find_tenant_quality(tenant), config.quality)
 
 
 def _strip(result: LoadResult | None) -> LoadResult | None:

@@ -1,79 +1,26 @@
-"""/openapi.json describes every route, and schemathesis finds no answer that it does not describe."""
+"""/openapi.json describes every route, and nothing else."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 
 pytest.importorskip("fastapi", reason="the server needs fastapi")
-schemathesis = pytest.importorskip("schemathesis", reason="the answers are checked by schemathesis")
 
-from hypothesis import HealthCheck, Phase, seed, settings  # noqa: E402
-from schemathesis import checks  # noqa: E402
-from starlette.testclient import TestClient  # noqa: E402
+from starlette.testclient import TestClient
 
-from semblend.config import SemBlendConfig  # noqa: E402
-from semblend.engine.server.config import ServeConfig  # noqa: E402
-from semblend.engine.server.openapi import OPERATIONS  # noqa: E402
-from semblend.engine.server.routes import create_app  # noqa: E402
-from semblend.engine.server.tenants import Tenants  # noqa: E402
-from semblend.facade import SemBlend  # noqa: E402
-from tests.fakes.fake_engine import FakeEngine  # noqa: E402
-
-RING = Tenants({"sk-acme": "acme"}, admin_keys=["sk-root"])
-
-
-def make_app(**limits: Any) -> Any:
-    return create_app(FakeEngine(SemBlend(SemBlendConfig(embedder="none")), max_context=4096), ServeConfig(**limits))
-
-
-OPEN, KEYED = make_app(), make_app(tenants=RING)
-CHECKS = [
-    checks.not_a_server_error,
-    checks.status_code_conformance,
-    checks.content_type_conformance,
-    checks.response_schema_conformance,
-    checks.response_headers_conformance,
-    checks.negative_data_rejection,
-    checks.unsupported_method,
-    checks.allow_header_conformance,
-    checks.missing_required_header,
-]
-QUICK = settings(
-    max_examples=15, deadline=None, database=None, phases=[Phase.explicit, Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)  # fmt: skip
-without_keys = schemathesis.openapi.from_asgi("/openapi.json", OPEN)
-with_keys = schemathesis.openapi.from_asgi("/openapi.json", KEYED)
+from semblend.config import SemBlendConfig
+from semblend.engine.server.openapi import OPERATIONS
+from semblend.engine.server.routes import create_app
+from semblend.facade import SemBlend
+from tests.fakes.fake_engine import FakeEngine
 
 
 def test_every_route_is_described_and_nothing_else():
-    routes = {(method, route.path.replace(":path", "")) for route in OPEN.routes for method in route.methods - {"HEAD"}}
+    app = create_app(FakeEngine(SemBlend(SemBlendConfig(embedder="none"))))
+    routes = {(method, route.path.replace(":path", "")) for route in app.routes for method in route.methods - {"HEAD"}}
     assert routes == {(operation.method, operation.path) for operation in OPERATIONS}
-    served = TestClient(OPEN).get("/openapi.json").json()
-    assert served == json.loads(json.dumps(OPEN.openapi()))
+    served = TestClient(app).get("/openapi.json").json()
+    assert served == json.loads(json.dumps(app.openapi()))
     assert {(method.upper(), path) for path, found in served["paths"].items() for method in found} == routes
-
-
-@pytest.mark.slow
-@without_keys.parametrize()
-@seed(13)
-@QUICK
-def test_no_answer_without_keys_is_undescribed(case):
-    case.call_and_validate(checks=CHECKS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("key", ["sk-acme", "sk-nobody"])  # without keys everybody is admin: the test above
-@with_keys.parametrize()
-@seed(13)
-@QUICK
-def test_no_answer_with_keys_is_undescribed(case, key):
-    case.headers = {
-        name: value
-        for name, value in (case.headers or {}).items()
-        if name.lower() not in ("authorization", "x-api-key")
-    }
-    case.call_and_validate(checks=CHECKS, headers={"Authorization": f"Bearer {key}"})

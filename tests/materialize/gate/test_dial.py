@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semblend.errors import ConfigError
@@ -202,6 +202,7 @@ def measure_alike(deviation: float, moved: float, entropy: float, divergence: fl
 signs = st.tuples(st.floats(1e-3, 1.0), st.floats(1e-4, 1.0), st.floats(0.0, 6.0), st.floats(0.0, 1.0))
 
 
+@settings(max_examples=25)
 @given(st.lists(signs, min_size=24, max_size=40), st.floats(1e-5, 1.0), st.floats(1.0, 100.0))
 def test_whatever_was_measured_kv_that_deviates_more_is_expected_to_be_further_from_cold(measured, deviation, times):
     table = fit_dial([measure_alike(*one) for one in measured])

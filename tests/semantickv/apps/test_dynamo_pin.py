@@ -228,9 +228,10 @@ def test_a_client_that_leaves_takes_its_request_off_the_worker():
         async with deployment() as (app, _, engine):
             await ask(app, "POST", CHAT, body=chat("What?"))
             engine.plan(hang())
+            engine.arrived.clear()
             async with AsgiClient(app, "POST", CHAT, body=chat("Why?")) as client:
-                while not app.placed.total():
-                    await asyncio.sleep(0.01)
+                await engine.arrived.wait()
+                assert app.placed.total() == 1
                 client.leave()
                 await engine.left.wait()
             assert app.placed.total() == 0

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from edge_servers import PATIENCE_S, EngineThread, serve
+from ports import closed_ports, find_port
 
 from semantickv.apps.build import build_proxy, build_router
 from semantickv.settings import EdgeSettings
@@ -78,24 +78,22 @@ def test_the_router_serves_real_clients_and_its_headers_say_where():
             assert "semantickv_requests_total" in client.get("/metrics").text
 
 
-def take_closed_ports(count: int) -> list[str]:
-    """Addresses at which nobody listens."""
-    socks = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    found = [f"http://127.0.0.1:{sock.getsockname()[1]}" for sock in socks]
-    for sock in socks:
-        sock.close()
-    return found
+@pytest.fixture
+def refusing():
+    """Addresses that refuse every connection."""
+    with closed_ports(4) as ports:
+        yield tuple(f"http://127.0.0.1:{port}" for port in ports)
 
 
-def test_replicas_that_refuse_connections_are_not_called_up_before_the_second_check():
-    app = build_router(EdgeSettings(replicas=tuple(take_closed_ports(4)), trace=False))  # the second is 5 s away
+def test_replicas_that_refuse_connections_are_not_called_up_before_the_second_check(refusing):
+    app = build_router(EdgeSettings(replicas=refusing, trace=False, health_s=600))
     with serve(app) as (url, _):
         answer = httpx.get(url + "/health", timeout=PATIENCE_S)
         assert (answer.status_code, answer.json()["replicas_up"]) == (503, 0)
 
 
-def test_replicas_that_refuse_connections_are_never_called_up():
-    app = build_router(EdgeSettings(replicas=tuple(take_closed_ports(4)), trace=False, health_s=0.05))
+def test_replicas_that_refuse_connections_are_never_called_up(refusing):
+    app = build_router(EdgeSettings(replicas=refusing, trace=False, health_s=0.05))
     with serve(app) as (url, _), httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
         for _ in range(PATIENCE_S * 100):  # from the first moment until the checks are sure
             answer = client.get("/health")
@@ -118,9 +116,9 @@ def wait_for_up(client: httpx.Client, count: int) -> dict[str, Any]:
     raise AssertionError(found)
 
 
-def test_a_router_is_ready_once_one_replica_has_answered():
+def test_a_router_is_ready_once_one_replica_has_answered(refusing):
     with EngineThread() as engine:
-        app = build_router(EdgeSettings(replicas=(engine.url, *take_closed_ports(1)), trace=False))
+        app = build_router(EdgeSettings(replicas=(engine.url, refusing[0]), trace=False, health_s=600))
         with serve(app) as (url, _), httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
             assert wait_for_up(client, 1) == {
                 "status": "ok",
@@ -130,13 +128,12 @@ def test_a_router_is_ready_once_one_replica_has_answered():
             }
 
 
-def test_the_proxy_is_not_ready_while_its_engine_refuses_and_still_tries_it():
+def test_the_proxy_is_not_ready_while_its_engine_refuses_and_still_tries_it(refusing):
     with EngineThread() as engine:
         app = build_proxy(EdgeSettings(upstream=engine.url, trace=False, health_s=0.05))
         with serve(app) as (url, _), httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
             wait_for_up(client, 1)
-    (closed,) = take_closed_ports(1)
-    app = build_proxy(EdgeSettings(upstream=closed, trace=False, health_s=0.05))
+    app = build_proxy(EdgeSettings(upstream=refusing[0], trace=False, health_s=0.05))
     with serve(app) as (url, _), httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
         for _ in range(PATIENCE_S * 100):
             found = client.get("/health")
@@ -188,9 +185,8 @@ def test_the_question_of_the_guide_goes_twice_to_one_embedded_server():
 
 @pytest.mark.slow
 def test_the_command_serves_traces_and_ends_with_a_signal(tmp_path):
-    with EngineThread() as engine, socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-        free.close()
+    with EngineThread() as engine:
+        port = find_port()
         command = [sys.executable, "-m", "semantickv", "proxy", "--port", str(port), "--output-dir", str(tmp_path)]
         environ = {**os.environ, "SEMANTICKV_UPSTREAM_BASE_URL": engine.url}
         with subprocess.Popen(command, cwd=ROOT, env=environ, stderr=subprocess.PIPE, text=True) as process:

@@ -10,6 +10,7 @@ import pytest
 from asgi_client import AsgiClient, ask
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ports import closed_ports
 
 from semantickv.apps.proxy import Headers, Place, ProxyApp
 from semantickv.edge.headers import select_request_headers, select_response_headers
@@ -204,7 +205,7 @@ def test_what_is_no_answer_is_a_fault_and_the_client_is_told(behaviour, kind):
     async def test():
         async with ScriptedEngine() as engine:
             engine.plan(behaviour)
-            app = Forwarder(engine.url, timeout_s=0.2)
+            app = Forwarder(engine.url, timeout_s=0.2 if kind is FaultKind.NO_ANSWER else 60)
             client, body = await ask(app, "POST", "/v1/x", body=b"{}")
             assert client.status in (502, 504)
             assert json.loads(body)["error"]["code"] == kind
@@ -227,7 +228,7 @@ def test_an_engine_that_fails_in_mid_answer_leaves_the_client_an_unfinished_one(
     async def test():
         async with ScriptedEngine() as engine:
             engine.plan(behaviour)
-            app = Forwarder(engine.url, timeout_s=0.2)
+            app = Forwarder(engine.url, timeout_s=1 if kind is FaultKind.STALLED else 60)
             client, body = await ask(app, "POST", "/v1/x", body=b"{}")
             assert body == b"data: 1\n\n"
             assert not client.is_whole
@@ -263,10 +264,9 @@ def test_garbage_in_mid_answer_leaves_the_client_an_unfinished_one():
 
 def test_an_engine_that_nobody_reaches_is_a_refusal():
     async def test():
-        async with ScriptedEngine() as engine:
-            url = engine.url
-        app = Forwarder(url)
-        await ask(app, "POST", "/v1/x", body=b"{}")
+        with closed_ports(1) as (port,):
+            app = Forwarder(f"http://127.0.0.1:{port}")
+            await ask(app, "POST", "/v1/x", body=b"{}")
         assert app.faults[0].kind is FaultKind.REFUSED
 
     run(test())
@@ -316,8 +316,8 @@ def test_bytes_that_nobody_asked_for_never_reach_the_next_client(when):
             engine.plan(behave)
             app = Forwarder(engine.url)
             assert (await ask(app, "POST", "/v1/x", body=b"{}"))[1] == b"ok"
-            if when == "later":
-                await asyncio.sleep(0.06)
+            while when == "later" and app.pool.idle:  # until those bytes have come
+                await asyncio.sleep(0.01)
             assert (await ask(app, "POST", "/v1/x", body=b"{}"))[1] == b'{"ok": true}'
             assert engine.connections == 2
 

@@ -238,7 +238,7 @@ def test_live_events_become_a_trace_that_holds_no_tokens(tmp_path: Path) -> None
                 await publisher.wait_for_subscriber()
                 await publisher.publish(store([1, 2], None, range(7000, 7008), 4))
                 await publisher.publish(store([3, 4], 1, range(7100, 7108), 4))
-                await asyncio.wait_for(running, 30)
+                await asyncio.wait_for(running, 300)
 
     asyncio.run(serve())
     trace = Trace.read(path)

@@ -162,10 +162,10 @@ def test_the_built_in_rules_give_only_known_types_and_every_one_of_them() -> Non
     "text", ["import a\n" * 20_000, "\n" * 200_000, " " * 200_000, "```\n" * 20_000, "{{a " * 50_000, "USER:\n" * 5_000]
 )
 def test_hostile_text_is_cut_in_time_that_grows_with_its_length_only(text: str) -> None:
-    began = time.process_time()
+    began = time.thread_time()
     blocks = Segmenter().cut_text(text, "user")
     assert "".join(block.text for block in blocks) == text
-    assert time.process_time() - began < 5  # a quadratic rule takes minutes
+    assert time.thread_time() - began < 60  # a quadratic rule takes minutes
 
 
 @pytest.mark.data

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from ports import find_port
 
 httpx = pytest.importorskip("httpx", reason="live runs need httpx")
 pytest.importorskip("torch", reason="the engine needs torch")
@@ -34,8 +34,7 @@ pytestmark = [
 @contextmanager
 def serving(folder: Path) -> Iterator[str]:
     """Run `semblend serve` with its defaults and an event log, and give its address."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = find_port()
     command = [
         sys.executable,
         "-m",

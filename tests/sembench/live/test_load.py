@@ -144,17 +144,20 @@ def test_without_promises_there_is_no_goodput_and_without_answers_no_times():
 
 
 class Counting:
-    """Answers when it is told to, and remembers how many were waiting."""
+    """Answers after a moment, or when ``crowd`` wait at once; remembers how many did at most."""
 
     name = "counting"
 
-    def __init__(self):
+    def __init__(self, crowd=0):
         self.now = self.most = 0
+        self.crowd, self.is_crowded = crowd, asyncio.Event()
 
     async def ask(self, call, *, donor=False):
         self.now += 1
         self.most = max(self.most, self.now)
-        await asyncio.sleep(0.01)
+        if self.now == self.crowd:
+            self.is_crowded.set()
+        await (self.is_crowded.wait() if self.crowd else asyncio.sleep(0.01))
         self.now -= 1
         return ServerAnswer(text=call.text, ttft_ms=10.0, latency_ms=10.0, output_tokens=1)
 
@@ -166,14 +169,14 @@ def test_no_more_are_under_way_than_allowed(limit, most):
     found, _ = asyncio.run(play(backend, arrivals, output_tokens=1, max_concurrency=limit))
     assert backend.most == most
     assert [one.answer.text for one in found] == [str(at) for at in range(6)]
-    assert (found[-1].late_ms > 5) == (limit == 2)
+    assert limit is None or found[-1].late_ms > 15  # two answers came before it
     assert list_details(found)["errors"] == [""] * 6
 
 
 def test_an_open_loop_does_not_wait_for_answers():
-    backend = Counting()
-    asyncio.run(play(backend, [RequestArrival(0.001 * at, "x") for at in range(5)], output_tokens=1))
-    assert backend.most >= 3
+    backend, arrivals = Counting(crowd=5), [RequestArrival(0.001 * at, "x") for at in range(5)]
+    asyncio.run(asyncio.wait_for(play(backend, arrivals, output_tokens=1), 120))
+    assert backend.most == 5
 
 
 def test_the_command_writes_what_it_measured(tmp_path, capsys):

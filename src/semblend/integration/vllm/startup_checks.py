@@ -1,4 +1,4 @@
-"""Start-up: what the engine is, whether we can work in it, and the objects of each ours."""
+"""Start-up: what the engine is, whether we can work in it, and what the connector is made of in each process."""
 
 from __future__ import annotations
 

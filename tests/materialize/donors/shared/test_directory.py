@@ -551,7 +551,7 @@ def test_donors_are_verified_before_anybody_asks(world):
     record = world.publish(world.writer(), range(50))
     kv = world.kv()
     kv.verify_ahead(every_s=0.01)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 300
     while record.key not in kv._verified and time.monotonic() < deadline:
         time.sleep(0.01)
     kv.close()
@@ -725,7 +725,7 @@ def test_engines_that_publish_evict_and_read_at_once_never_read_anything_wrong(w
 
 
 def test_kill_9_at_random_moments_leaves_nothing_wrong_and_at_most_one_budget(tmp_path, is_long):
-    rounds = run_rounds(tmp_path / "donors", 25 if is_long else 3, seed=14)
+    rounds = run_rounds(tmp_path / "donors", 25 if is_long else 2, seed=14)
     assert not any(one.wrong for one in rounds)
     assert all(one.read for one in rounds)
     assert all(one.bytes_after <= BUDGET_BYTES for one in rounds)

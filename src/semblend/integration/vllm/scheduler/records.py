@@ -10,8 +10,9 @@ from semblend.confirm.receipt import Receipt, RequestFacts, build_receipt
 from semblend.integration.vllm.settings import ConnectorSettings
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.prompt import Namespace, Prompt, name_tenant
-from semblend.quality import RequestOptions, choose_quality, read_request_options
+from semblend.quality import RequestOptions, read_request_options
 from semblend.session.session import LoadResult, ReuseSession, SessionRequest, is_given
+from semblend.session.sessions import choose_mode
 
 ENGINE = "vllm"
 _WEIGHTS = " weights:"
@@ -227,13 +228,7 @@ def make_record(request: Any, facts: EngineFacts, settings: ConnectorSettings) -
         opt_out=options.opt_out,
         source=request,
     )
-    return Record(asked, choose_mode(request, namespace, settings))
-
-
-def choose_mode(request: Any, namespace: Namespace, settings: ConnectorSettings) -> str:
-    """The mode of a request: its own word, its tenant's, or the engine's."""
-    tenants = settings.config.find_tenant_quality(namespace.tenant)
-    return choose_quality(read_options(request).quality, tenants, settings.config.quality)
+    return Record(asked, choose_mode(settings.config, options.quality, namespace.tenant))
 
 
 def read_options(request: Any) -> RequestOptions:
@@ -264,7 +259,7 @@ def build_refused_receipt(request: Any, exact_tokens: int, engine: EngineFacts, 
             engine=ENGINE,
             engine_version=engine.version,
             namespace=namespace,
-            mode=choose_mode(request, namespace, settings),
+            mode=choose_mode(settings.config, read_options(request).quality, namespace.tenant),
             prompt_tokens=len(request.prompt_token_ids),
             exact_tokens=exact_tokens,
             decision=Decline(DeclineReason.UNSUPPORTED_MODE, engine.refusal or ""),

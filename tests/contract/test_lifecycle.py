@@ -12,8 +12,8 @@ from semblend.session.local import KeptDonors, LocalSessions
 from semblend.session.session import LoadResult, ReuseSession
 from semblend.session.sessions import Sessions
 
-SEQUENCES, LONG = 800, 100_000
-PARTS = 4
+SEQUENCES, LONG = 2_000, 100_000
+PARTS = 8
 
 
 @pytest.fixture(autouse=True)

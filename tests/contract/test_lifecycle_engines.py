@@ -27,7 +27,7 @@ from semblend.prompt import Namespace, Prompt
 from semblend.wire.request import Request
 from semblend.wire.sampling import Sampling
 
-SEQUENCES, LONG = 24, 2_000
+SEQUENCES, LONG = 50, 2_000
 MODEL = make_small_model(seed=7, num_hidden_layers=3)
 
 

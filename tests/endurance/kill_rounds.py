@@ -126,9 +126,7 @@ class Client(threading.Thread):
         if stream:
             body["stream_options"] = {"include_usage": True}
         raw = json.dumps(body).encode()
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(raw)}\r\n"
-        )
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
         answer = b""
         try:
             with socket.create_connection(("127.0.0.1", self._port), timeout=PATIENCE_S) as wire:

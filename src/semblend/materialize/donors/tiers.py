@@ -512,10 +512,10 @@ class DonorKv:
             except (MemoryError, RuntimeError):  # torch reports a failed allocation as either
                 return None
             before, free = free, self.memory.count_free(tier)
-            if (
-                parts is not None or free <= before
-            ):  # somebody still reads what has gone: no use in sending more after it
+            if parts is not None:
                 return parts
+            if free <= before:  # somebody still reads what has gone: no use in sending more after it
+                return None
             if not self._make_room(tier, count_bytes(shapes), entry.tenant, at_least=1):
                 return None
 

@@ -257,6 +257,10 @@ class EvictionOrder(Generic[K]):
     def __len__(self) -> int:
         return len(self._tenant_of)
 
+    def __iter__(self) -> Iterator[K]:
+        """All items, the least recently used first."""
+        return iter(self._tenant_of)
+
     def add(self, item: K, tenant: str, amount: int) -> None:
         """Take in a new item as the most recently used one of its tenant."""
         self._tenant_of[item] = tenant

@@ -247,7 +247,7 @@ def test_closing_removes_donor_kv_from_disk_and_keeps_the_donors_in_their_store(
         pool_tokens=1024,
         semblend=library,
         config=EngineConfig(model_name="tiny", donor_min_new_tokens=1),
-        donor_host_bytes=1,  # so that every donor goes to disk
+        donor_host_bytes=1 << 24,
         donor_disk_bytes=1 << 24,
         donor_dir=disk,
         detokenizer=Characters(),
@@ -257,7 +257,7 @@ def test_closing_removes_donor_kv_from_disk_and_keeps_the_donors_in_their_store(
 
     async def talk():
         _ = [chunk async for chunk in engine.submit(ask(engine, "one"))]
-        await asyncio.wrap_future(engine.call_soon(lambda inner: None))
+        await asyncio.wrap_future(engine.call_soon(lambda inner: inner.reuse.donor_kv.flush()))
         written.append(len(list(disk.rglob("*.kv"))))
 
     run(engine, talk)

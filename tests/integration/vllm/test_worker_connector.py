@@ -721,6 +721,7 @@ def test_a_file_that_cannot_be_removed_drops_its_donor_all_the_same(tmp_path, mo
     )
     for name in ("a", "b"):
         half.capture(Orders(captures=[Capture(name, 1, 83, tuple(range(6)))], served=[name]))
+        half.donor_kv.flush()
     assert half.donor_kv.used_bytes["disk"] > 0
 
     def is_read_only(self, missing_ok=False):
@@ -730,11 +731,13 @@ def test_a_file_that_cannot_be_removed_drops_its_donor_all_the_same(tmp_path, mo
         broken.setattr(pathlib.Path, "unlink", is_read_only)
         for _ in range(3):
             half.load(Orders(drops=[("a", 1), ("b", 1)]))
+            half.donor_kv.flush()
     assert not half.donor_kv.holds("a", 1)
     assert half.donor_kv.used_bytes["disk"] == 0
     assert sum("cannot be removed" in line.message for line in caplog.records) == 1, "one line, not one a step"
     half.load(Orders(drops=[("c", 1)]))
     half.donor_kv.drop("nobody")
+    half.donor_kv.flush()
     assert not list(tmp_path.rglob("*.kv")), "it is tried again"
 
 

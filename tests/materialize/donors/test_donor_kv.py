@@ -28,8 +28,20 @@ def cache_filled(value: float, slots: int = 32) -> KvLayout:
 
 
 def capture(kv, donor_id, generation, tokens=4, value=None, tenant=""):
+    """The writer is given the time to write what there is, so that what leaves memory next is on the disk."""
     value = float(generation) if value is None else value
-    return kv.capture(donor_id, generation, cache_filled(value), torch.arange(tokens), tenant=tenant)
+    handle = kv.capture(donor_id, generation, cache_filled(value), torch.arange(tokens), tenant=tenant)
+    kv.flush()
+    return handle
+
+
+def read_back(kv, donor_id, generation):
+    """Held, also where it has to be read from the disk first."""
+    held = kv.acquire(donor_id, generation)
+    if held is None:
+        kv.flush()
+        held = kv.acquire(donor_id, generation)
+    return held
 
 
 def holds_value(tensors, value):
@@ -114,8 +126,8 @@ def test_a_flood_of_one_tenant_leaves_the_neighbour_its_share_of_every_tier(tmp_
     for number in range(20):
         capture(kv, f"l{number}", 10 + number, tenant="loud")
         kv.check()
-    assert [kv.holds(f"q{number}", number) for number in range(4)] == [False, False, True, True]  # half of each tier
-    assert told == ["q0", "q1", *(f"l{number}" for number in range(18))]  # then the flood's own, oldest first
+    assert [kv.holds(f"q{number}", number) for number in range(4)] == [False, False, True, True]  # a share
+    assert told == ["q0", "q1", *(f"l{number}" for number in range(19))]  # then the flood's own, oldest first
 
 
 def test_a_tenant_cannot_push_out_others_by_holding_its_own():
@@ -144,12 +156,12 @@ def test_held_donors_are_not_evicted_even_if_a_new_one_then_fits_nowhere():
 
 
 def test_a_donor_sinks_from_device_to_host_to_disk_and_rises_when_it_is_used(tmp_path):
-    kv = DonorKv(4 * TOKEN_BYTES, 4 * TOKEN_BYTES, tmp_path, budget_disk_bytes=4 * TOKEN_BYTES, device_type="cpu")
+    kv = DonorKv(4 * TOKEN_BYTES, 4 * TOKEN_BYTES, tmp_path, budget_disk_bytes=16 * TOKEN_BYTES, device_type="cpu")
     tiers = [capture(kv, name, 1, value=float(i)).tier for i, name in enumerate("abc")]
     assert tiers == ["device"] * 3
-    assert set(kv.used_bytes.values()) == {4 * TOKEN_BYTES}
-    assert len(list(tmp_path.rglob("*.kv"))) == 1
-    lowest = kv.acquire("a", 1)  # rises to the device; the others sink by one
+    assert kv.used_bytes == {"device": 4 * TOKEN_BYTES, "host": 4 * TOKEN_BYTES, "disk": 8 * TOKEN_BYTES}
+    assert len(list(tmp_path.rglob("*.kv"))) == 2  # of "a", and a copy of "b", which leaves host memory next
+    lowest = read_back(kv, "a", 1)  # rises to the host, then to the device; "c" sinks to the host, "b" to the disk
     assert holds_value(lowest, 0)
     assert kv.holds("b", 1)
     assert kv.holds("c", 1)
@@ -159,18 +171,78 @@ def test_a_donor_sinks_from_device_to_host_to_disk_and_rises_when_it_is_used(tmp
     assert list(tmp_path.rglob("*.kv")) == []
 
 
-def test_a_donor_on_disk_is_served_from_its_map_when_there_is_no_room_above(tmp_path):
+def test_a_donor_on_disk_stays_there_while_what_is_held_leaves_it_no_room_in_memory(tmp_path):
     kv = DonorKv(0, 4 * TOKEN_BYTES, tmp_path, budget_disk_bytes=1 << 20)
     capture(kv, "a", 1)
     capture(kv, "b", 2)
     above = kv.acquire("b", 2)
-    mapped = kv.acquire("a", 1)
-    again = kv.acquire("a", 1)
-    assert holds_value(mapped, 1)
-    assert again.k is mapped.k
-    for held in (above, mapped, again):
-        kv.release(held)
+    assert read_back(kv, "a", 1) is None
+    assert kv.holds("a", 1)
+    kv.flush()
+    kv.release(above)
+    assert holds_value(read_back(kv, "a", 1), 1)
     kv.check()
+
+
+def test_asking_for_a_donor_on_disk_reads_nothing_and_says_that_it_is_on_its_way(tmp_path):
+    kv = DonorKv(0, 4 * TOKEN_BYTES, tmp_path, budget_disk_bytes=1 << 20)
+    capture(kv, "a", 1)
+    capture(kv, "b", 2)
+    disk = SlowDisk(kv, hold=True)
+    assert kv.acquire("a", 1) is None  # would wait for ever if it read
+    assert kv.is_rising("a", 1)
+    assert kv.await_rise("a", 1, timeout_s=0.0)
+    assert kv.acquire("a", 1) is None
+    disk.go.set()
+    assert not kv.await_rise("a", 1, timeout_s=300.0)
+    assert holds_value(kv.acquire("a", 1), 1)
+    kv.close()
+
+
+def test_a_donor_that_is_dropped_while_it_is_read_leaves_nothing(tmp_path):
+    kv = DonorKv(0, 4 * TOKEN_BYTES, tmp_path, budget_disk_bytes=1 << 20)
+    capture(kv, "a", 1)
+    capture(kv, "b", 2)
+    disk = SlowDisk(kv, hold=True)
+    kv.acquire("a", 1)
+    assert kv.drop("a")
+    disk.go.set()
+    kv.check()
+    assert not kv.holds("a", 1)
+    assert kv.used_bytes["host"] + kv.used_bytes["disk"] <= 8 * TOKEN_BYTES
+    kv.close()
+
+
+def test_a_donor_that_the_writer_did_not_get_to_is_lost_when_it_leaves_memory_and_nobody_waits(tmp_path):
+    told = []
+    kv = DonorKv(0, 8 * TOKEN_BYTES, tmp_path, budget_disk_bytes=1 << 20, on_evicted=lambda *gone: told.append(gone))
+    disk = SlowDisk(kv, hold=True)
+    for number, name in enumerate("abc"):  # "a" is being written all the time, and held for it
+        kv.capture(name, number, cache_filled(float(number)), torch.arange(4))
+        assert disk.writing.wait(300)
+    assert told == [("b", 1, "budget")]
+    disk.go.set()
+    kv.check()
+    assert kv.holds("a", 0)
+    assert kv.holds("c", 2)
+    kv.close()
+
+
+def test_copies_of_what_lies_in_memory_leave_half_of_the_disk_to_what_does_not(tmp_path):
+    kv = DonorKv(0, 16 * TOKEN_BYTES, tmp_path, budget_disk_bytes=16 * TOKEN_BYTES)
+    for number in range(4):
+        capture(kv, f"d{number}", number)
+    assert kv.used_bytes["disk"] == 8 * TOKEN_BYTES
+    for number in range(4, 12):
+        capture(kv, f"d{number}", number)
+    kv.check()
+    assert [number for number in range(12) if kv.holds(f"d{number}", number)] == [6, 7, 8, 9, 10, 11]
+    kv.close()
+
+
+def test_a_disk_without_memory_to_read_into_is_refused(tmp_path):
+    with pytest.raises(InputError, match="need memory"):
+        DonorKv(0, 0, tmp_path, budget_disk_bytes=1 << 20)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -178,8 +250,10 @@ def test_a_donor_comes_back_from_disk_bit_for_bit(tmp_path, dtype):
     kv = DonorKv(0, 1 << 12, tmp_path, budget_disk_bytes=1 << 20)
     pool = torch.randn(2, LAYERS, 40, HEADS, DIM).to(dtype)
     kv.capture("a", 1, KvLayout.of_pool(*pool), torch.arange(37))
+    kv.flush()
     kv.capture("b", 1, cache_filled(1.0, 64), torch.arange(60))
-    held = kv.acquire("a", 1)
+    kv.flush()
+    held = read_back(kv, "a", 1)
     assert torch.equal(held.k, pool[0][:, :37])
     assert torch.equal(held.v, pool[1][:, :37])
     assert held.k.dtype == dtype
@@ -207,8 +281,8 @@ def test_a_damaged_file_is_dropped_and_told_never_served(tmp_path, damage):
     kv = DonorKv(0, 4 * TOKEN_BYTES, tmp_path, budget_disk_bytes=1 << 20, on_evicted=lambda *gone: told.append(gone))
     capture(kv, "a", 1)
     capture(kv, "b", 2)
-    damage(next(tmp_path.rglob("*.kv")))
-    assert kv.acquire("a", 1) is None
+    damage(min(tmp_path.rglob("*.kv")))
+    assert read_back(kv, "a", 1) is None
     assert told == [("a", 1, "corrupt")]
     assert not kv.holds("a", 1)
     kv.check()
@@ -228,8 +302,8 @@ def test_donors_lost_to_a_full_disk_are_told_once_a_minute(tmp_path, monkeypatch
         capture(kv, name, number)
     now[0] = 61.0
     capture(kv, "e", 5)
-    lost = f"donors dropped: {tmp_path} cannot be written to: No space left on device"
-    assert told == [f"1 {lost}", f"3 {lost}"]
+    lost = f"donors not kept: {tmp_path} cannot be written to: No space left on device"
+    assert told == [f"1 {lost}", f"4 {lost}"]
     assert [kv.holds(name, number) for name, number in (("a", 0), ("d", 3), ("e", 5))] == [False, False, True]
     kv.check()
 
@@ -238,12 +312,14 @@ def test_a_file_of_another_donor_in_its_place_is_not_served(tmp_path):
     kv = DonorKv(0, 4 * TOKEN_BYTES, tmp_path, budget_disk_bytes=1 << 20)
     for number, name in enumerate("abc"):
         capture(kv, name, number)
-    first, second = sorted(tmp_path.rglob("*.kv"))
+    first, second = sorted(tmp_path.rglob("*.kv"))[:2]
     content = first.read_bytes()
     first.write_bytes(second.read_bytes())
     second.write_bytes(content)
-    assert kv.acquire("a", 0) is None
-    assert kv.acquire("b", 1) is None
+    assert read_back(kv, "a", 0) is None
+    assert read_back(kv, "b", 1) is None
+    assert not kv.holds("a", 0)
+    assert not kv.holds("b", 1)
 
 
 FULL_DISK = """
@@ -256,9 +332,10 @@ kv = DonorKv(0, size, sys.argv[1], budget_disk_bytes=1 << 20, on_evicted=lambda 
 pool = KvLayout.of_pool(torch.ones(2, 64, 1, 4), torch.ones(2, 64, 1, 4))
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 kv.capture("a", 1, pool, torch.arange(64))
+kv.flush()
 kv.capture("b", 2, pool, torch.arange(64))
 kv.check()
-assert told == [("a", 1, "disk")], told
+assert told == [("a", 1, "budget")], told
 assert kv.acquire("a", 1) is None and kv.acquire("b", 2) is not None
 assert not list(kv._disk.files())
 print("lives")
@@ -279,7 +356,6 @@ def test_files_are_private_and_those_of_a_dead_process_are_swept(tmp_path):
     kv = DonorKv(0, 4 * TOKEN_BYTES, tmp_path, budget_disk_bytes=1 << 20)
     other = DonorKv(0, 4 * TOKEN_BYTES, tmp_path, budget_disk_bytes=1 << 20)  # sweeps too, and spares the living
     capture(kv, "a", 1)
-    capture(kv, "b", 2)
     assert not orphan.exists()
     (file,) = tmp_path.rglob("*.kv")
     assert file.stat().st_mode & 0o777 == 0o600
@@ -376,8 +452,12 @@ def test_three_tiers_lose_nothing_in_silence_and_never_serve_another_donors_byte
             except CapacityError:
                 assert held
         elif what == "acquire" and donor in known:
-            held.append(kv.acquire(donor, known[donor]))
-            assert holds_value(held[-1], known[donor])
+            found = read_back(kv, donor, known[donor])
+            if found is None:  # on the disk, and what is held leaves it no room in memory
+                assert held or (donor, known[donor]) in told
+            else:
+                held.append(found)
+                assert holds_value(found, known[donor])
         elif what == "release" and held:
             tensors = held.pop(tokens % len(held))
             assert holds_value(tensors, tensors.generation)
@@ -460,13 +540,18 @@ class SlowDisk:
         assert self.go.wait(300)
         return self._inner.write(*given)
 
+    @property
+    def folder(self):
+        return self._inner.folder
+
     def load(self, *given):
         self._note("load")
+        assert self.go.wait(300)
         return self._inner.load(*given)
 
     def remove(self, file):
         self._note("remove")
-        self._inner.remove(file)
+        return self._inner.remove(file)
 
     def files(self):
         self._note("files")
@@ -477,12 +562,13 @@ class SlowDisk:
 
 
 def test_no_file_is_touched_while_the_tiers_are_locked(tmp_path):
-    kv = DonorKv(0, 8 * TOKEN_BYTES, tmp_path, budget_disk_bytes=8 * TOKEN_BYTES)
+    kv = DonorKv(0, 8 * TOKEN_BYTES, tmp_path, budget_disk_bytes=16 * TOKEN_BYTES)
     disk = SlowDisk(kv)
     for generation, donor in enumerate("abcdea", start=1):  # sink, fall out, be replaced
         capture(kv, donor, generation)
-    held = kv.acquire("d", 4)  # rises from disk
-    kv.drop("d")
+    held = read_back(kv, "c", 3)  # rises from disk
+    assert held is not None
+    kv.drop("c")
     kv.release(held)
     kv.drop("a")
     kv.check()
@@ -490,48 +576,24 @@ def test_no_file_is_touched_while_the_tiers_are_locked(tmp_path):
     kv.close()
 
 
-def test_nobody_waits_for_a_disk_that_is_written_to_by_another(tmp_path):
+def test_nobody_waits_for_a_disk_that_is_being_written_to(tmp_path):
     kv = DonorKv(0, 8 * TOKEN_BYTES, tmp_path, budget_disk_bytes=8 * TOKEN_BYTES)
-    capture(kv, "sinks", 1)
-    capture(kv, "stays", 2)
     disk = SlowDisk(kv, hold=True)
-    writer = threading.Thread(target=capture, args=(kv, "new", 3))
-    writer.start()
+    kv.capture("written", 1, cache_filled(1.0), torch.arange(4))
     assert disk.writing.wait(300)  # from here on every call below would wait for ever if it needed the disk
+    kv.capture("stays", 2, cache_filled(2.0), torch.arange(4))
     assert kv.holds("stays", 2)
-    assert kv.used_bytes["host"] <= 8 * TOKEN_BYTES
-    held = kv.acquire("stays", 2)
-    assert holds_value(held, 2.0)
-    kv.release(held)
-    assert kv.drop("stays")
-    assert kv.drop("sinks")  # the very donor that is on its way
+    for name, value in (("stays", 2), ("written", 1)):
+        held = kv.acquire(name, value)
+        assert holds_value(held, float(value))
+        kv.release(held)
+    kv.capture("new", 3, cache_filled(3.0), torch.arange(4))  # "stays" goes: it has no file
+    assert kv.drop("written")  # the very donor that is being written
     disk.go.set()
-    writer.join(300)
-    assert kv.acquire("sinks", 1) is None
-    assert kv.holds("new", 3)
-    assert kv.used_bytes["disk"] == 0
     kv.check()  # the file of the dropped donor is gone, too
-    kv.close()
-
-
-def test_who_wants_a_donor_that_is_on_its_way_gets_it_when_it_has_arrived(tmp_path):
-    kv = DonorKv(0, 4 * TOKEN_BYTES, tmp_path, budget_disk_bytes=8 * TOKEN_BYTES)
-    capture(kv, "sinks", 1)
-    disk = SlowDisk(kv, hold=True)
-    writer = threading.Thread(target=capture, args=(kv, "new", 2))
-    writer.start()
-    assert disk.writing.wait(300)
-    found = []
-    reader = threading.Thread(target=lambda: found.append(kv.acquire("sinks", 1)))
-    reader.start()
-    disk.go.set()
-    writer.join(300)
-    reader.join(300)
-    assert holds_value(found[0], 1.0)
-    assert kv.holders == 1
-    kv.release(found[0])
-    assert kv.holders == 0
-    kv.check()
+    assert kv.acquire("written", 1) is None
+    assert kv.holds("new", 3)
+    assert kv.used_bytes["disk"] == 4 * TOKEN_BYTES
     kv.close()
 
 
@@ -585,8 +647,10 @@ def test_a_donor_keeps_the_rotation_that_it_was_computed_with(tmp_path):
     kv = DonorKv(0, 4 * TOKEN_BYTES, tmp_path, budget_disk_bytes=8 * TOKEN_BYTES, rope=usual)
     capture(kv, "a", 1)
     kv.capture("b", 2, cache_filled(2.0), torch.arange(4), longer)  # and "a" goes to disk
-    assert kv.acquire("b", 2).rope == longer
-    assert kv.acquire("a", 1).rope == usual
+    held = kv.acquire("b", 2)
+    assert held.rope == longer
+    kv.release(held)
+    assert read_back(kv, "a", 1).rope == usual
     kv.close()
 
 
@@ -621,7 +685,7 @@ def test_a_move_between_tiers_is_no_use(tmp_path):
     for number in range(4):
         capture(kv, f"d{number}", number)
     assert [kv._books.policy.price([kv._books.current[f"d{n}"].key])[0] for n in range(4)] == [1.0] * 4
-    kv.release(kv.acquire("d0", 0))  # it rises, another one sinks
+    kv.release(read_back(kv, "d0", 0))  # it rises, another one sinks
     assert [kv._books.policy.price([kv._books.current[f"d{n}"].key])[0] for n in range(4)] == [2.0, 1.0, 1.0, 1.0]
     kv.close()
 

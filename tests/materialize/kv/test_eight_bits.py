@@ -135,11 +135,13 @@ def test_a_donor_is_packed_when_it_leaves_the_device_and_stays_so(tmp_path):
     source = pool()
     wide = 2 * LAYERS * 64 * HEADS * DIM * 4
     packed = count_bytes(packed_shapes(LAYERS, 64, HEADS, DIM))
-    kv = DonorKv(wide, packed, tmp_path, budget_disk_bytes=packed, device_type="cpu", bits=8)
+    kv = DonorKv(wide, packed, tmp_path, budget_disk_bytes=4 * packed, device_type="cpu", bits=8)
     for number, name in enumerate("abc"):
         kv.capture(name, number, source, torch.arange(64) + number)
         kv.check()
-    assert kv.used_bytes == {"device": wide, "host": packed, "disk": packed}
+    assert kv.used_bytes == {"device": wide, "host": packed, "disk": 2 * packed}
+    assert kv.acquire("a", 0) is None
+    assert not kv.await_rise("a", 0, timeout_s=300.0)
     lowest = kv.acquire("a", 0)
     assert lowest.packed
     assert torch.equal(lowest.k, pack_all(source, 0)["k"])

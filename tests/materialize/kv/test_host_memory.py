@@ -106,8 +106,12 @@ def test_whoever_acquires_a_donor_reads_it_after_it_arrived(late):
 def test_the_disk_gets_a_donor_only_after_it_arrived(late, tmp_path):
     kv = DonorKv(0, 5 * TOKEN_BYTES, tmp_path, budget_disk_bytes=1 << 20)
     kv.capture("old", 1, cache_filled(1.0), torch.arange(4), slots_stay=True)
+    kv.flush()
+    assert late[0].waits[-1:] == ["host"]
     kv.capture("new", 2, cache_filled(2.0), torch.arange(4), slots_stay=True)
-    assert late[0].waits == ["host"]
+    kv.flush()
+    kv.acquire("old", 1)
+    kv.flush()
     held = kv.acquire("old", 1)
     assert bool((held.k == 1.0).all())
     kv.release(held)

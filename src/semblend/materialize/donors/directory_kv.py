@@ -11,15 +11,16 @@ import hashlib
 import json
 import logging
 import os
-import queue
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from semblend.errors import SemBlendError, StoreError
+from semblend.materialize.donors.background import MAX_WAITING, Background
 from semblend.materialize.donors.directory import (
     GENERATION,
     LARGEST_RECORD,
@@ -37,8 +38,8 @@ from semblend.materialize.donors.store import (
     map_tensors,
     pack_rope,
     read_header,
+    read_payload,
     unpack_rope,
-    verify_payload,
     write_donor_file,
 )
 from semblend.materialize.kv.moves import DonorTensors
@@ -111,8 +112,17 @@ class DirectoryKv:
 
         What is damaged is withdrawn, so that nobody else tries.
         """
+        found = self._try_to_open(key, verifies=True)
+        assert found is not None, "verified by now"
+        return found
+
+    def open_verified(self, key: str) -> DonorTensors | None:
+        """The same for a donor that was verified before; None for others, of which only the header is read."""
+        return self._try_to_open(key, verifies=False)
+
+    def _try_to_open(self, key: str, *, verifies: bool) -> DonorTensors | None:
         try:
-            return self._open(key)
+            return self._open(key, verifies)
         except FileNotFoundError:
             raise StoreError(f"published donor {key} is gone", hint="it was evicted by its owner") from None
         except (PermissionError, ValueError, KeyError, TypeError, RuntimeError) as error:
@@ -161,7 +171,7 @@ class DirectoryKv:
                 raise StoreError(f"writer {writer} of the donor directory is gone", hint="restart the engine")
             self._leases[writer] = lease
 
-    def _open(self, key: str) -> DonorTensors:
+    def _open(self, key: str, verifies: bool) -> DonorTensors | None:
         name = kv_name(key, self.signature.rank, self.signature.ranks)
         descriptor = self._folder.open(name)
         try:
@@ -170,9 +180,11 @@ class DirectoryKv:
             identity = _identify(descriptor)
             with self._lock:
                 verified = self._verified.get(key) == identity
+            if not verified and not verifies:
+                return None
             if not verified:
                 self._check_record(key, header["about"])
-                verify_payload(descriptor, header)
+                read_payload(descriptor, header)
             parts = map_tensors(descriptor, header)
             with self._lock:
                 self._verified[key] = identity
@@ -232,6 +244,8 @@ class PublishedDonors:
     def __init__(self, directory: DirectoryKv) -> None:
         self.directory = directory
         self._held: dict[str, tuple[DonorTensors, int]] = {}
+        self._rising: set[str] = set()
+        self._failed: dict[str, StoreError] = {}  # told to who asks next
         self._lock = threading.Lock()
 
     @staticmethod
@@ -239,18 +253,41 @@ class PublishedDonors:
         """Whether a donor is one of the directory."""
         return generation == GENERATION and is_key(donor_id)
 
-    def acquire(self, key: str) -> DonorTensors:
-        """Holds a donor until `release`; raises StoreError when it cannot be used."""
+    def acquire(self, key: str, reader: Background) -> DonorTensors | None:
+        """Holds a donor until `release`; raises StoreError when it cannot be used.
+
+        None while ``reader`` verifies it: that reads all of its file, which no step waits for.
+        """
         with self._lock:
             if key in self._held:
                 tensors, holders = self._held[key]
                 self._held[key] = tensors, holders + 1
                 return tensors
-        opened = self.directory.open(key)
+            if key in self._rising:
+                return None
+            if (failure := self._failed.pop(key, None)) is not None:
+                raise failure
+        opened = self.directory.open_verified(key)
+        if opened is None:
+            with self._lock:
+                if reader.submit(partial(self._verify, key)):
+                    self._rising.add(key)
+            return None
         with self._lock:
             tensors, holders = self._held.get(key, (opened, 0))
             self._held[key] = tensors, holders + 1
             return tensors
+
+    def is_rising(self, key: str) -> bool:
+        return key in self._rising
+
+    def _verify(self, key: str) -> None:
+        try:
+            self.directory.open(key)
+        except StoreError as error:
+            self._failed[key] = error
+        finally:
+            self._rising.discard(key)
 
     def release(self, tensors: DonorTensors) -> bool:
         """Ends one hold; False when it is none of ours. The last one unmaps the file."""
@@ -286,10 +323,6 @@ def _check_parts(parts: dict[str, Tensor], signature: KvSignature) -> dict[str, 
 # -- Publishes donors in a thread of its own: a step of the engine does not wait for a file.
 
 
-MAX_WAITING = 64
-"""Donors; one that comes on top of so many is not published."""
-
-
 class Publishable(Protocol):
     """What a publisher needs of `DonorKv`."""
 
@@ -300,52 +333,23 @@ class Publisher:
     """Writes publications one after the other. A failure costs the neighbours a donor, and nothing else."""
 
     def __init__(self, donors: Publishable) -> None:
-        self._donors = donors
-        self._waiting: queue.Queue[tuple[Publication, Callable[[], bool]] | None] = queue.Queue(MAX_WAITING)
-        self._thread: threading.Thread | None = None
+        self._donors, self._background = donors, Background("donor-publish")
+        self.flush, self.close = self._background.flush, self._background.close
         self.last_failure: Exception | None = None
 
     def submit(self, publication: Publication, is_valid: Callable[[], bool] = lambda: True) -> bool:
         """Take it, or say that too many wait; never blocks. ``is_valid`` is asked when it is its turn."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, daemon=True, name="donor-publish")
-            self._thread.start()
-        try:
-            self._waiting.put_nowait((publication, is_valid))
-        except queue.Full:
+        taken = self._background.submit(partial(self._publish, publication, is_valid))
+        if not taken:
             log.info("donor %s is not published: %d wait already", publication.donor_id, MAX_WAITING)
-            return False
-        return True
+        return taken
 
-    def flush(self) -> None:
-        """Wait until everything that was submitted is written or given up."""
-        self._waiting.join()
-
-    def close(self) -> None:
-        """Drop what waits, finish what is being written."""
-        thread, self._thread = self._thread, None
-        if thread is None:
-            return
-        while not self._waiting.empty():
-            try:
-                self._waiting.get_nowait()
-                self._waiting.task_done()
-            except queue.Empty:
-                break
-        self._waiting.put(None)
-        thread.join()
-
-    def _run(self) -> None:
-        while (waiting := self._waiting.get()) is not None:
-            one, is_valid = waiting
-            try:
-                if is_valid():
-                    self._donors.publish(one.donor_id, one.generation, one.key, one.tokens_digest)
-                else:
-                    log.warning("donor %s is not published: the weights have changed", one.donor_id)
-            except (OSError, SemBlendError, RuntimeError, MemoryError) as error:
-                self.last_failure = error
-                log.warning("donor %s is not published: %s", one.donor_id, error)
-            finally:
-                self._waiting.task_done()
-        self._waiting.task_done()
+    def _publish(self, one: Publication, is_valid: Callable[[], bool]) -> None:
+        try:
+            if is_valid():
+                self._donors.publish(one.donor_id, one.generation, one.key, one.tokens_digest)
+            else:
+                log.warning("donor %s is not published: the weights have changed", one.donor_id)
+        except (OSError, SemBlendError, RuntimeError, MemoryError) as error:
+            self.last_failure = error
+            log.warning("donor %s is not published: %s", one.donor_id, error)

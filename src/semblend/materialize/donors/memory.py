@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import weakref
 from bisect import insort
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ class Entry:
     refs: int = 0
     retired: bool = False  # replaced or dropped while held or moving
     moving: bool = False  # between tiers; its tensors belong to the mover alone
+    rising: bool = False  # read from the disk, by a thread that counts as a holder
+    unwritable: bool = False  # the disk did not take it
     told: bool = False  # its end was reported
 
     @property
@@ -50,6 +53,10 @@ class Entry:
     @property
     def about(self) -> dict[str, Any]:
         return {"donor_id": self.donor_id, "generation": self.generation}
+
+    def count_bytes(self, tier: str) -> int:
+        """What it takes of a tier where it lies."""
+        return self.file.nbytes if tier == "disk" and self.file is not None else self.nbytes
 
     def wait_for_copy(self) -> None:
         """The host may read the tensors from now on."""
@@ -99,25 +106,32 @@ class Arena:
     def __init__(self, memory: Tensor) -> None:
         self._memory = memory
         self._free = [(0, memory.numel() // _ALIGNMENT * _ALIGNMENT)]  # (start, end), ascending, never adjacent
+        self._back: deque[tuple[int, int]] = deque()  # pieces that came back, in whichever thread let go of them
 
     @property
     def free_bytes(self) -> int:
+        self._merge()
         return sum(end - start for start, end in self._free)
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
         """None where no hole is large enough."""
         wanted = torch.Size(shape).numel() * dtype.itemsize
         room = -(-wanted // _ALIGNMENT) * _ALIGNMENT
+        self._merge()
         for index, (start, end) in enumerate(self._free):
             if end - start >= room:
                 self._free[index : index + 1] = [(start + room, end)] if end - start > room else []
                 piece = self._memory[start : start + wanted].view(dtype).view(shape)
-                weakref.finalize(piece, self._back, start, start + room).atexit = False
+                weakref.finalize(piece, self._back.append, (start, start + room)).atexit = False
                 return piece
         return None
 
-    def _back(self, start: int, end: int) -> None:
-        insort(self._free, (start, end))
+    def _merge(self) -> None:
+        """Only here and in `take` the list of holes changes: by one thread at a time, the mover."""
+        if not self._back:
+            return
+        while self._back:
+            insort(self._free, self._back.popleft())
         merged: list[tuple[int, int]] = []
         for low, high in self._free:
             if merged and merged[-1][1] == low:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from semblend.errors import StoreError
 from semblend.materialize.kv.layout import DTYPES
+from semblend.materialize.kv.moves import Shapes
 from semblend.materialize.kv.rope import RopeSpec
 
 # -- Locks on files, which go with the process that has them. Without POSIX, taking one fails as a full disk would.
@@ -100,9 +101,12 @@ def read_header(descriptor: int) -> dict[str, Any]:
     return header
 
 
-def verify_payload(descriptor: int, header: Mapping[str, Any]) -> None:
+def read_payload(
+    descriptor: int, header: Mapping[str, Any], take: Callable[[int, memoryview], object] = lambda *_: None
+) -> None:
     """Read the payload once; raises ValueError where a checksum is wrong, OSError where a disk cannot read it.
 
+    ``take`` is given each piece with its place, before its checksum is compared: nothing of it counts before the end.
     By reads and not through the map: a map answers a bad sector with a signal that ends the process.
     """
     at, end = header["start"], header["start"] + header["payload_bytes"]
@@ -117,6 +121,7 @@ def verify_payload(descriptor: int, header: Mapping[str, Any]) -> None:
                 raise ValueError("it ends too early")
             got += step
         found.append(zlib.crc32(piece))
+        take(at - header["start"], piece)
         at += got
     if found != header["crc32"]:
         raise ValueError("its checksum is wrong")
@@ -144,8 +149,41 @@ def load_tensors(descriptor: int, about: Mapping[str, Any]) -> dict[str, Tensor]
         header = read_header(descriptor)
         if header["about"] != about:
             raise ValueError("it holds something else")
-        verify_payload(descriptor, header)
+        read_payload(descriptor, header)
         return map_tensors(descriptor, header)
+    finally:
+        os.close(descriptor)
+
+
+def read_tensors(
+    descriptor: int, about: Mapping[str, Any], take: Callable[[Shapes], dict[str, Tensor] | None]
+) -> dict[str, Tensor] | None:
+    """Read an open donor file as `load_tensors` does, into memory that ``take`` makes; None where it makes none."""
+    try:
+        header = read_header(descriptor)
+        if header["about"] != about:
+            raise ValueError("it holds something else")
+        layout = header["tensors"]
+        made = take({name: (tuple(one["shape"]), _DTYPES[one["dtype"]]) for name, one in layout.items()})
+        if made is None:
+            return None
+        read = {
+            name: one if one.device.type == "cpu" else torch.empty_like(one, device="cpu") for name, one in made.items()
+        }
+        targets = [(layout[name]["at"], _view_bytes(one)) for name, one in read.items()]
+
+        def copy(at: int, piece: memoryview) -> None:
+            content = np.frombuffer(piece, np.uint8)
+            for start, target in targets:
+                first, end = max(at, start), min(at + len(content), start + target.nbytes)
+                if first < end:
+                    target[first - start : end - start] = content[first - at : end - at]
+
+        read_payload(descriptor, header, copy)
+        for name, one in made.items():
+            if one is not read[name]:
+                one.copy_(read[name])
+        return made
     finally:
         os.close(descriptor)
 
@@ -340,14 +378,14 @@ _FOLDER_PREFIX = "donor-kv-"
 
 @dataclass(frozen=True, slots=True)
 class KvFile:
-    """One written donor: where it is and how long the file must be."""
+    """One written donor: where it is, and the bytes of its tensors."""
 
     path: Path
     nbytes: int
 
 
 class DiskTier:
-    """Writes, maps and removes donor files. One thread at a time may write or load; any may remove."""
+    """Writes, reads and removes donor files. One thread at a time may write; any may read and remove."""
 
     def __init__(self, folder: str | Path) -> None:
         parent = Path(folder).expanduser()
@@ -368,13 +406,18 @@ class DiskTier:
         """Writes the tensors; raises OSError (disk full, limit reached) and then leaves nothing behind."""
         self._serial += 1
         name = f"{self._serial:08d}.kv"
-        size = self._files.write(name, lambda out: write_donor_file(out, parts, about))
-        return KvFile(self.folder / name, size)
+        self._files.write(name, lambda out: write_donor_file(out, parts, about))
+        return KvFile(self.folder / name, sum(part.nbytes for part in parts.values()))
 
-    def load(self, file: KvFile, about: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The tensors as views of the mapped file; raises StoreError when the file is not what was written."""
+    def load(
+        self, file: KvFile, about: Mapping[str, Any], take: Callable[[Shapes], dict[str, Tensor] | None]
+    ) -> dict[str, Tensor] | None:
+        """The tensors, read into the memory that ``take`` makes for them; None where it makes none.
+
+        Raises StoreError when the file is not what was written.
+        """
         try:
-            return load_tensors(self._files.open(file.path.name), about)
+            return read_tensors(self._files.open(file.path.name), about, take)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StoreError(f"donor file {file.path.name} is damaged: {error}", hint="it is dropped") from error
 

@@ -6,7 +6,13 @@ of a tier gives first, its least recently used donor first, or what another ``ev
 
     device   the accelerator's memory, beside the pool     spliced at memory bandwidth
     host     pinned where there is CUDA                    spliced over the bus
-    disk     one checksummed, memory-mapped file a donor   read once, verified, then moved up
+    disk     one checksummed file a donor                  read and verified into memory before it is used
+
+No step of an engine waits for a file. A thread writes donors while they still lie in memory, those that leave next
+first: one that leaves memory is then dropped there, and stays on the disk. One whose file is not whole by then is gone:
+to keep it, the newer donor that needs its place would have to be refused, which is wanted sooner. Copies of what lies
+in memory take at most half of the disk's budget. `acquire` of a donor on the disk returns None and has another thread
+read it: who may wait asks `await_rise`, who may not computes, and the next request finds the donor in memory.
 
 With ``bits=8`` the host and the disk hold whole numbers and scales (`semblend.materialize.kv.moves`), about half
 the bytes. A donor that was packed stays so when it rises.
@@ -21,9 +27,9 @@ From a GPU to the host copies are queued and nobody waits for them (`host_memory
 whoever acquires it is ordered behind that, and `DonorHandle.arrives` says when the slots that it came from may be
 written again. While too much is under way nothing more is captured.
 
-Two locks. ``_lock`` guards the books, what is known of the donors, and is never held over a copy or a file, so that
-whoever asks, drops, releases or takes a donor that lies in memory does not wait for a disk. ``_mover`` is held by the
-one thread that moves KV between tiers; an entry on its way is marked ``moving``, and nobody takes it until it arrives.
+Two locks. ``_lock`` guards the books, what is known of the donors, and is never held over a copy or a file. ``_mover``
+is held by the one thread that moves KV between tiers in memory, and never over a file; an entry on its way is marked
+``moving``, and nobody takes it until it arrives. One that is read from the disk is ``rising``, and held meanwhile.
 """
 
 from __future__ import annotations
@@ -35,6 +41,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,6 +50,7 @@ from torch import Tensor
 from semblend.errors import CapacityError, InputError, StoreError
 from semblend.eviction.policy import EvictionPolicy, guard_policy, make_policy
 from semblend.fairness import EvictionOrder
+from semblend.materialize.donors.background import Background
 from semblend.materialize.donors.directory_kv import DirectoryKv, PublishedDonors
 from semblend.materialize.donors.memory import Arrival, DonorMemory, Entry
 from semblend.materialize.donors.store import DiskTier, KvFile
@@ -62,6 +70,7 @@ from semblend.materialize.kv.rope import RopeSpec
 
 TIERS = ("device", "host", "disk")
 """From fast to slow."""
+MEMORY = TIERS[:2]
 UNIT_BYTES = 1 << 10
 """What an eviction policy counts as one."""
 TYPICAL_DONORS = 4096
@@ -104,9 +113,7 @@ class DonorTiers:
         """Whether the mover has to look at it before it is held: it is on its way, or lies lower than it could."""
         if entry.moving or entry.refs:
             return entry.moving
-        if entry.tier == "host":
-            return entry.device is not None and entry.nbytes <= self.budget["device"]
-        return entry.tier == "disk"
+        return entry.tier == "host" and entry.device is not None and entry.nbytes <= self.budget["device"]
 
     def hold(self, entry: Entry | None, *, is_use: bool = True) -> DonorTensors | None:
         """Hand out an entry's tensors until they are released; not every hold is a use: a copy to elsewhere is none."""
@@ -115,12 +122,24 @@ class DonorTiers:
         entry.refs += 1
         if is_use:
             self.count_use(entry)
-        self.order[entry.tier].touch(id(entry))
+            for order in self.order.values():
+                order.touch(id(entry))
         tensors = DonorTensors.of_parts(entry.tensors, entry.donor_id, entry.generation, entry.rope)
         if entry.arrives is not None:
             entry.arrives.wait()  # not this thread: its stream
         self.held[id(tensors.k)] = entry
         return tensors
+
+    def let_go(self, tensors: DonorTensors) -> None:
+        """End one hold."""
+        entry = self.held.get(id(tensors.k))
+        if entry is None:
+            raise InputError(f"donor {tensors.donor_id!r} is not held", hint="release each acquire once")
+        entry.refs -= 1
+        if entry.refs == 0:
+            del self.held[id(tensors.k)]
+            if entry.retired:
+                self.discard(entry)
 
     def victims(self, tier: str, nbytes: int, tenant: str, *, at_least: int = 0) -> list[Entry] | None:
         """Those whose going makes room for ``tenant``; None when even all that may go would not.
@@ -131,11 +150,15 @@ class DonorTiers:
         if excess <= 0:
             return []
         entries, victims = self.tiers[tier], []
-        leavers = self.order[tier].order_leavers(tenant, nbytes, self.budget[tier], lambda key: entries[key].refs == 0)
+
+        def may_leave(key: int) -> bool:  # from the disk only what lies nowhere else
+            return entries[key].refs == 0 and (tier != "disk" or entries[key].tier == "disk")
+
+        leavers = self.order[tier].order_leavers(tenant, nbytes, self.budget[tier], may_leave)
         with closing(leavers):
             for key in leavers:
                 victims.append(entries[key])
-                excess -= entries[key].nbytes
+                excess -= entries[key].count_bytes(tier)
                 if excess <= 0:
                     return victims
         return None
@@ -149,15 +172,46 @@ class DonorTiers:
             self.discard(entry)
 
     def add(self, entry: Entry, tier: str) -> None:
-        self.tiers[tier][id(entry)] = entry
-        self.order[tier].add(id(entry), entry.tenant, entry.nbytes)
-        self.used[tier] += entry.nbytes
+        """Book an entry whose tensors lie in a tier of memory now."""
+        self._book(entry, tier)
         entry.tier = tier
 
     def take_out(self, entry: Entry) -> None:
-        if self.tiers[entry.tier].pop(id(entry), None) is not None:
-            self.order[entry.tier].remove(id(entry))
-            self.used[entry.tier] -= entry.nbytes
+        """Its tensors leave their tier of memory; a file stays."""
+        if entry.tier != "disk":
+            self._unbook(entry, entry.tier)
+
+    def add_file(self, entry: Entry, file: KvFile) -> None:
+        entry.file = file
+        self._book(entry, "disk")
+
+    def leave_to_disk(self, entry: Entry) -> bool:
+        """An entry that was taken out of memory lies on the disk alone from now on; False where it has no file."""
+        if entry.file is None:
+            return False
+        entry.tier, entry.parts, entry.arrives = "disk", None, None
+        return True
+
+    def choose_unwritten(self) -> Entry | None:
+        """Who is written to the disk next: what leaves memory first. Copies of what lies there take half of it."""
+        lowest = "host" if self.budget["host"] else "device"
+        copies = sum(entry.file.nbytes for entry in self.tiers["disk"].values() if entry.file and entry.tier != "disk")
+        for key in self.order[lowest]:
+            entry = self.tiers[lowest][key]
+            if not (entry.file or entry.unwritable or entry.rising or entry.retired):
+                fits = not copies or copies + entry.nbytes <= self.budget["disk"] // 2
+                return entry if fits and entry.nbytes <= self.budget["disk"] else None
+        return None
+
+    def _book(self, entry: Entry, tier: str) -> None:
+        self.tiers[tier][id(entry)] = entry
+        self.order[tier].add(id(entry), entry.tenant, entry.count_bytes(tier))
+        self.used[tier] += entry.count_bytes(tier)
+
+    def _unbook(self, entry: Entry, tier: str) -> None:
+        if self.tiers[tier].pop(id(entry), None) is not None:
+            self.order[tier].remove(id(entry))
+            self.used[tier] -= entry.count_bytes(tier)
 
     def retire(self, donor_id: str) -> bool:
         entry = self.current.pop(donor_id, None)
@@ -169,19 +223,16 @@ class DonorTiers:
         return True
 
     def discard(self, entry: Entry) -> None:
-        """Takes an entry out of its tier and frees what it owns."""
+        """Takes an entry out of its tiers and frees what it owns."""
         self.take_out(entry)
-        self.throw_away(entry)
+        if entry.file is not None:
+            self._unbook(entry, "disk")
+            self.waste.append(entry.file)
+        entry.file = None
         entry.parts = None
         self.forget_uses(entry)
         if self.current.get(entry.donor_id) is entry:
             del self.current[entry.donor_id]
-
-    def throw_away(self, entry: Entry) -> None:
-        """Its file is removed once the books are free again."""
-        if entry.file is not None:
-            self.waste.append(entry.file)
-        entry.file = None
 
     def tell_later(self, entry: Entry, reason: str) -> None:
         """Once, and only of a donor that was promised to somebody."""
@@ -201,21 +252,22 @@ class DonorTiers:
     def check(self, on_disk: Set[Path] | None) -> None:
         """Raises StoreError when the books do not agree with themselves, or with the files that are there."""
         for tier, entries in self.tiers.items():
-            total = sum(entry.nbytes for entry in entries.values())
+            total = sum(entry.count_bytes(tier) for entry in entries.values())
             _agree(total == self.used[tier], f"{tier} holds {total} bytes, {self.used[tier]} are booked")
             _agree(total <= self.budget[tier], f"{tier} holds {total} bytes over its budget")
             booked = sum(self.order[tier].usage.to_dict().values())
             _agree(booked == total, f"{tier} holds {total} bytes, {booked} are booked for tenants")
             for entry in entries.values():
                 key = f"{entry.donor_id!r} generation {entry.generation}"
-                _agree(entry.tier == tier and not entry.moving, f"{key} lies in {tier}")
+                _agree(tier in (entry.tier, "disk") and not entry.moving, f"{key} lies in {tier}")
                 _agree(entry.refs > 0 if entry.retired else entry.refs >= 0, f"{key} has {entry.refs} holders")
-                _agree((entry.file is not None) == (tier == "disk"), f"{key} has a file in {tier}")
+                _agree((entry.file is not None) == (id(entry) in self.tiers["disk"]), f"{key} has a file in {tier}")
+                _agree(entry.rising or (entry.parts is None) == (entry.tier == "disk"), f"{key} has tensors")
                 _agree(entry.retired != (self.current.get(entry.donor_id) is entry), f"{key} is nobody's")
         files = {entry.file.path for entry in self.tiers["disk"].values() if entry.file is not None}
         if on_disk is not None:
             _agree(files == on_disk, "the files on disk are not those that are booked")
-        known = sum(not entry.retired for entries in self.tiers.values() for entry in entries.values())
+        known = len({id(e) for entries in self.tiers.values() for e in entries.values() if not e.retired})
         _agree(known == len(self.current), f"{known} donors lie in tiers, {len(self.current)} are known")
 
 
@@ -237,8 +289,8 @@ log = logging.getLogger("semblend.donors")
 TOLD_EVERY_S = 60.0
 """How often it is told that the disk is full."""
 OnEvicted = Callable[[str, int, str], None]
-"""Called with donor id, generation, and why it is gone: ``budget``, ``disk`` (not writable) or ``corrupt``;
-``published`` for a donor of the directory that cannot be used."""
+"""Called with donor id, generation, and why it is gone: ``budget`` or ``corrupt``, by any thread; ``published`` for
+a donor of the directory that cannot be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,20 +328,29 @@ class DonorKv:
         on_disk_failure: Callable[[str], None] = lambda message: log.warning("%s", message),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``on_disk_failure`` is told, at most once in `TOLD_EVERY_S`, that the disk took no donors, and how many."""
+        """``on_disk_failure`` is told, at most once in `TOLD_EVERY_S`, that the disk took no donors, and how many.
+
+        A disk alone is refused: what is read from it has to lie in memory to be used.
+        """
         budget = {"device": budget_device_bytes, "host": budget_host_bytes, "disk": budget_disk_bytes}
         if min(budget.values()) < 0:
             raise InputError("a byte budget is negative", hint="0 turns a tier off")
+        if disk_dir is not None and budget_disk_bytes and not budget_device_bytes + budget_host_bytes:
+            raise InputError("donors on a disk need memory to be read into", hint="give them a budget of host memory")
         self._disk = DiskTier(disk_dir) if disk_dir is not None and budget_disk_bytes else None
         budget = budget if self._disk is not None else budget | {"disk": 0}
-        self._policy_failures: list[BaseException] = []  # to be told
-        self._on_policy_failure = on_policy_failure or _warn
-        self._books = DonorTiers(budget, make_donor_policy(eviction, budget, self._policy_failures.append))
+        self._failures: list[Callable[[], object]] = []  # to be told
+        tell = on_policy_failure or _warn
+        policy = make_donor_policy(eviction, budget, lambda error: self._failures.append(partial(tell, error)))
+        self._books = DonorTiers(budget, policy)
         self._device_type = device_type
         self.memory = DonorMemory(bits)
         self._rope = rope
         self._mover = threading.Lock()  # taken first
         self._lock = threading.Lock()
+        self._risen = threading.Condition(self._lock)
+        self._writer, self._reader = Background("donor-write"), Background("donor-read")
+        self._tends = False  # the writer has been asked to look
         self._on_evicted = on_evicted
         self._on_disk_failure, self._clock = on_disk_failure, clock
         self._lost_to_disk, self._told_of_disk = 0, -math.inf
@@ -342,7 +403,7 @@ class DonorKv:
 
     def has_room_for(self, device: torch.device) -> bool:
         """Whether any budget takes KV of this device; with none, no donor is wanted, and `capture` would refuse all."""
-        tiers = TIERS if device.type == self._device_type else ("host", "disk")
+        tiers = MEMORY if device.type == self._device_type else ("host",)
         return any(self._books.budget[tier] for tier in tiers)
 
     def reserve(self, device: torch.device) -> None:
@@ -356,43 +417,73 @@ class DonorKv:
                 self._books.retire(donor_id)
 
     def acquire(self, donor_id: str, generation: int) -> DonorTensors | None:
-        """Holds the donor's KV until `release`; None when it is gone, was replaced, or its file is damaged."""
+        """Holds the donor's KV until `release`; None when it is gone, was replaced, or is not in memory yet.
+
+        Reads no file: a donor on the disk is read by a thread from now on, and so is one of the directory that nobody
+        has verified yet; `is_rising` tells.
+        """
         if self._published is not None and self._published.names(donor_id, generation):
             return self._acquire_published(self._published, donor_id, generation)
+        with self._telling():
+            with self._lock:
+                to_move, held = self._take_hold(donor_id, generation)
+            if to_move is None:
+                return held
+            with self._mover:
+                with self._lock:
+                    entry, held = self._take_hold(donor_id, generation)
+                    if entry is None:
+                        return held
+                    entry.moving = True
+                risen = False
+                try:
+                    risen = self._rise(entry)
+                finally:
+                    with self._lock:
+                        self._books.settle(entry, risen, "budget")
+                        is_here = risen and not entry.retired and entry.parts is not None
+                        held = self._books.hold(entry if is_here else None)
+                return held
+
+    def _take_hold(self, donor_id: str, generation: int) -> tuple[Entry | None, DonorTensors | None]:
+        """The donor's tensors, held, or the entry that the mover has to look at first; the books are locked."""
+        entry = self._books.find(donor_id, generation)
+        if entry is not None and (entry.rising or entry.tier == "disk") and not entry.moving:
+            self._start_rise(entry)
+            return None, None
+        if entry is not None and self._books.should_rise(entry):
+            return entry, None
+        return None, self._books.hold(entry)
+
+    def is_rising(self, donor_id: str, generation: int) -> bool:
+        """Whether a thread reads this donor right now, so that a later `acquire` may find it."""
+        if self._published is not None and self._published.names(donor_id, generation):
+            return self._published.is_rising(donor_id)
         with self._lock:
             entry = self._books.find(donor_id, generation)
-            if entry is None or not self._books.should_rise(entry):
-                return self._books.hold(entry)
-        with self._telling(), self._mover:
+            return entry is not None and entry.rising
+
+    def await_rise(self, donor_id: str, generation: int, timeout_s: float) -> bool:
+        """Wait until a donor has been read, for so long at most; whether it is still read."""
+        ends = time.monotonic() + timeout_s
+        while self.is_rising(donor_id, generation) and (left := ends - time.monotonic()) > 0:
             with self._lock:
-                entry = self._books.find(donor_id, generation)
-                if entry is None or not self._books.should_rise(entry):
-                    return self._books.hold(entry)
-                entry.moving = True
-            risen = False
-            try:
-                risen = self._rise(entry)
-            finally:
-                with self._lock:
-                    self._books.settle(entry, risen, "budget")
-                    held = self._books.hold(entry if risen and not entry.retired else None)
-            return held
+                self._risen.wait(min(left, 0.01))  # a donor of the directory is verified without a word to us
+        return self.is_rising(donor_id, generation)
+
+    def flush(self) -> None:
+        """Wait until the threads have read, written and removed what there is now; for tests and measurements."""
+        self._reader.flush()
+        with self._telling():
+            self._writer.flush()
+        self._writer.flush()
 
     def release(self, tensors: DonorTensors) -> None:
         """Ends one hold; the last one lets go of a donor that was replaced or dropped meanwhile."""
         if self._published is not None and self._published.release(tensors):
             return
         with self._telling(), self._lock:
-            entry = self._books.held.get(id(tensors.k))
-            if entry is None:
-                raise InputError(f"donor {tensors.donor_id!r} is not held", hint="release each acquire once")
-            entry.refs -= 1
-            if entry.refs == 0:
-                del self._books.held[id(tensors.k)]
-                if entry.retired:
-                    self._books.discard(entry)
-                elif entry.tier == "disk":
-                    entry.parts = None  # unmap; the file stays
+            self._books.let_go(tensors)
 
     def drop(self, donor_id: str) -> bool:
         """Forgets a donor without telling; False when it was not there."""
@@ -450,6 +541,8 @@ class DonorKv:
 
     def close(self) -> None:
         """Lets go of everything and removes the files."""
+        self._reader.close()
+        self._writer.close()
         with self._mover:
             with self._lock:
                 self._books.clear()
@@ -459,7 +552,8 @@ class DonorKv:
                 self._published.directory.close()
 
     def check(self) -> None:
-        """Raises StoreError when the books do not agree with what is there."""
+        """Raises StoreError when the books do not agree with what is there, once the threads have nothing to do."""
+        self.flush()
         with self._mover:
             on_disk = None if self._disk is None else self._disk.files()
             with self._lock:
@@ -467,20 +561,21 @@ class DonorKv:
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
-        """Afterwards, without any lock: files that nobody needs go, and callbacks come; they may call back into us."""
+        """Afterwards, without any lock: callbacks come, which may call back into us; the writer looks at the disk.
+
+        Never in the threads that read and write: callbacks come in the thread of whoever calls us.
+        """
         try:
             yield
         finally:
             with self._lock:
                 gone, self._books.gone = self._books.gone, []
-                waste, self._books.waste = self._books.waste, []
-                failures = self._policy_failures.copy()
-                self._policy_failures.clear()
-            if self._disk is not None and (left := [file for file in waste if not self._disk.remove(file)]):
-                with self._lock:
-                    self._books.waste += left  # tried again the next time
-            for error in failures:
-                self._on_policy_failure(error)
+                failures, self._failures = self._failures, []
+                ask, self._tends = self._disk is not None and not self._tends, self._disk is not None
+            if ask and not self._writer.submit(self._tend_disk):
+                self._tends = False
+            for tell in failures:
+                tell()
             if self._on_evicted is not None:
                 for donor_id, generation, reason in gone:
                     self._on_evicted(donor_id, generation, reason)
@@ -520,8 +615,8 @@ class DonorKv:
                 return None
 
     def _settle(self, entry: Entry, first: int) -> bool:
-        """Puts an unlisted entry into the first tier from ``first`` on that takes it; its tensors move with it."""
-        return any(self._place(entry, tier) for tier in TIERS[first:])
+        """Puts an unlisted entry into the first tier of memory from ``first`` on that takes it; its tensors move."""
+        return any(self._place(entry, tier) for tier in MEMORY[first:])
 
     def _make_room(self, tier: str, nbytes: int, tenant: str, *, at_least: int = 0) -> bool:
         """Moves donors out until ``nbytes`` of ``tenant`` fit; moves nothing when others must stay."""
@@ -532,9 +627,9 @@ class DonorKv:
                 self._books.take_out(entry)
         try:
             for entry in victims or ():
-                sunk = self._settle(entry, TIERS.index(tier) + 1)
+                sunk = self._settle(entry, MEMORY.index(tier) + 1)
                 with self._lock:
-                    self._books.settle(entry, sunk, "budget")
+                    self._books.settle(entry, sunk or self._books.leave_to_disk(entry), "budget")
         finally:  # those that a failure left on the way have no place any more
             with self._lock:
                 for entry in victims or ():
@@ -545,22 +640,10 @@ class DonorKv:
     def _place(self, entry: Entry, tier: str) -> bool:
         """Brings the tensors of an unlisted entry into ``tier`` and lists it; False when that has no room for them."""
         shapes = self.memory.list_moved(entry, tier)
-        parts, nbytes = entry.tensors, count_bytes(shapes)
-        file, arrives = entry.file, entry.arrives
+        parts, nbytes, arrives = entry.tensors, count_bytes(shapes), entry.arrives
         if (tier == "device" and entry.device is None) or not self._make_room(tier, nbytes, entry.tenant):
             return False
-        if tier == "disk":
-            if self._disk is None:
-                return False
-            entry.wait_for_copy()
-            try:
-                file = self._disk.write(self.memory.pack(parts), entry.about)
-            except OSError as error:
-                with self._lock:
-                    self._books.tell_later(entry, "disk")
-                self._tell_disk_failure(self._disk.folder, error)
-                return False
-        elif entry.tier != tier:
+        if entry.tier != tier:
             taken = self._take(tier, shapes, entry)
             if taken is None:
                 return False
@@ -569,51 +652,124 @@ class DonorKv:
             except (MemoryError, RuntimeError):  # packing takes memory too
                 return False
         with self._lock:
-            entry.parts, entry.file = (None, file) if tier == "disk" else (parts, file)
-            entry.arrives, entry.nbytes = arrives, nbytes
+            entry.parts, entry.arrives, entry.nbytes = parts, arrives, nbytes
             self._books.add(entry, tier)
         return True
 
-    def _tell_disk_failure(self, folder: Path, error: OSError) -> None:
-        self._lost_to_disk += 1
-        if self._clock() - self._told_of_disk < TOLD_EVERY_S:
-            return
-        lost, self._lost_to_disk, self._told_of_disk = self._lost_to_disk, 0, self._clock()
-        self._on_disk_failure(f"{lost} donors dropped: {folder.parent} cannot be written to: {error.strerror or error}")
+    def _rise(self, entry: Entry) -> bool:
+        """Moves a donor from the host to the device before it is used, where there is room."""
+        with self._lock:
+            self._books.take_out(entry)  # its own place is free for what sinks to make room for it
+        if self._place(entry, "device"):
+            return True
+        if not self._make_room("host", entry.nbytes, entry.tenant):
+            with self._lock:
+                return self._books.leave_to_disk(entry)
+        with self._lock:
+            self._books.add(entry, "host")
+        return True
 
     def _acquire_published(self, published: PublishedDonors, donor_id: str, generation: int) -> DonorTensors | None:
         try:
-            return published.acquire(donor_id)
+            return published.acquire(donor_id, self._reader)
         except StoreError as error:
             log.info("%s", error)
             if self._on_evicted is not None:
                 self._on_evicted(donor_id, generation, "published")
             return None
 
-    def _rise(self, entry: Entry) -> bool:
-        """Moves a donor up before it is used, where there is room; verifies what comes from disk."""
-        if entry.tier == "disk":
-            try:
-                if self._disk is None or entry.file is None:
-                    raise StoreError("its file is not booked", hint="this is a bug: report it")
-                entry.parts = self._disk.load(entry.file, entry.about)
-            except StoreError:
-                with self._lock:
-                    self._books.tell_later(entry, "corrupt")
-                return False
+    # -- by the threads that write and read files ------------------------------------------------------------------
+
+    def _tend_disk(self) -> None:
+        """Remove files that nobody needs, then write donors that have none, until there is nothing to do."""
+        assert self._disk is not None, "only then it is submitted"
+        while True:
+            with self._lock:
+                self._tends = False
+                entry = self._books.choose_unwritten()
+                victims = [] if entry is None else self._books.victims("disk", entry.nbytes, entry.tenant)
+                for leaver in victims or ():
+                    self._books.tell_later(leaver, "budget")
+                    self._books.discard(leaver)
+                held = None if victims is None else self._books.hold(entry, is_use=False)
+                arrives = None if entry is None else entry.arrives
+                waste, self._books.waste = self._books.waste, []
+            left = [file for file in waste if not self._disk.remove(file)]
+            with self._lock:
+                self._books.waste += left  # tried again the next time
+            if entry is None or held is None:
+                return
+            self._write(self._disk, entry, held, arrives)
+
+    def _write(self, disk: DiskTier, entry: Entry, held: DonorTensors, arrives: Arrival | None) -> None:
+        file: KvFile | None = None
+        try:
+            if arrives is not None:
+                arrives.synchronize()
+            file = disk.write(self.memory.pack(held.parts), entry.about)
+        except OSError as error:
+            self._tell_disk_failure(disk.folder, error)
+        finally:
+            with self._lock:
+                fits = file is not None and self._books.used["disk"] + file.nbytes <= self._books.budget["disk"]
+                entry.unwritable = not fits
+                if file is not None and fits and not entry.retired:
+                    self._books.add_file(entry, file)
+                elif file is not None:
+                    self._books.waste.append(file)
+                self._books.let_go(held)
+
+    def _tell_disk_failure(self, folder: Path, error: OSError) -> None:
+        self._lost_to_disk += 1
+        if self._clock() - self._told_of_disk < TOLD_EVERY_S:
+            return
+        lost, self._lost_to_disk, self._told_of_disk = self._lost_to_disk, 0, self._clock()
+        message = f"{lost} donors not kept: {folder.parent} cannot be written to: {error.strerror or error}"
         with self._lock:
-            self._books.take_out(entry)  # its own place is free for what sinks to make room for it
-        before = entry.tier
-        for tier in TIERS[: TIERS.index(before)]:
-            if self._place(entry, tier):
+            self._failures.append(partial(self._on_disk_failure, message))
+
+    def _start_rise(self, entry: Entry) -> None:
+        """Have a donor on the disk read, unless it is already; the books are locked."""
+        if not entry.rising and self._reader.submit(partial(self._read, entry)):
+            entry.rising = True
+            entry.refs += 1
+            self._books.order["disk"].touch(id(entry))
+
+    def _read(self, entry: Entry) -> None:
+        """Read a donor from the disk into memory; one that is damaged is gone, one that finds no room stays there."""
+        assert self._disk is not None
+        assert entry.file is not None
+        parts: dict[str, Tensor] | None = None
+        try:
+            parts = self._disk.load(entry.file, entry.about, partial(self._take_for_file, entry))
+        except StoreError as error:
+            log.warning("%s", error)
+            with self._lock:
+                self._books.tell_later(entry, "corrupt")
+                entry.retired = True
+        finally:
+            with self._lock:
+                entry.rising, entry.refs, entry.parts = False, entry.refs - 1, parts
+                if parts is None and not entry.retired:
+                    self._books.take_out(entry)
+                    self._books.leave_to_disk(entry)
+                elif entry.retired:
+                    self._books.discard(entry)
+                self._risen.notify_all()
+
+    def _take_for_file(self, entry: Entry, shapes: Shapes) -> dict[str, Tensor] | None:
+        """Memory for a donor that is read: of the host, or of the device where donors have none there."""
+        tier = "host" if self._books.budget["host"] else "device"
+        with self._mover:
+            nbytes = count_bytes(shapes)
+            if not self._make_room(tier, nbytes, entry.tenant):
+                return None
+            parts = self._take(tier, shapes, entry)
+            if parts is not None:
                 with self._lock:
-                    self._books.throw_away(entry)
-                return True
-        if not self._make_room(before, entry.nbytes, entry.tenant):
-            return False
-        with self._lock:
-            self._books.add(entry, before)
-        return True
+                    entry.nbytes = nbytes
+                    self._books.add(entry, tier)
+            return parts
 
 
 def _warn(error: BaseException) -> None:

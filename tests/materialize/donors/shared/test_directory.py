@@ -594,6 +594,8 @@ def test_a_neighbour_acquires_what_an_engine_has_captured_and_published(world, b
     publisher = Publisher(ours)
     assert publisher.submit(Publication("req", 3, record.key, record.tokens_digest))
     publisher.flush()
+    assert theirs.acquire(record.key, GENERATION) is None
+    assert not theirs.await_rise(record.key, GENERATION, timeout_s=300.0)
     held = theirs.acquire(record.key, GENERATION)
     mine = ours.acquire("req", 3)
     assert held.packed == (bits == 8)

@@ -187,6 +187,7 @@ class WorkerConnector(RefusingConnector):
         self._weights: WeightsWatch | None = None
         self._has_named = False
         self._pinned: dict[str, DonorTensors] = {}
+        self._pins: list[tuple[str, int, bool]] = []  # of donors that are read from a file
         self.failures = FailureLog()
 
     def warm_up(self) -> None:
@@ -316,17 +317,20 @@ class WorkerConnector(RefusingConnector):
     def _keep_donors(self, orders: Orders) -> None:
         """Let go of donors that are forgotten; hold those that an operator has pinned."""
         drops, orders.drops = orders.drops, []
-        pins, orders.pins = orders.pins, []
+        pins = {donor_id: (donor_id, generation, on) for donor_id, generation, on in (*self._pins, *orders.pins)}
+        orders.pins, self._pins = [], []
         for donor_id, generation in drops:
             with self._guard("drop", donor_id):
                 if self.donor_kv.holds(donor_id, generation):
                     self._unpin(donor_id)
                     self.donor_kv.drop(donor_id)
-        for donor_id, generation, on in pins:
+        for donor_id, generation, on in pins.values():
             with self._guard("pin", donor_id):
                 self._unpin(donor_id)
                 if on and (held := self.donor_kv.acquire(donor_id, generation)) is not None:
                     self._pinned[donor_id] = held
+                elif on and self.donor_kv.is_rising(donor_id, generation):
+                    self._pins.append((donor_id, generation, on))  # tried again in the next step
 
     def _unpin(self, donor_id: str) -> None:
         if (held := self._pinned.pop(donor_id, None)) is not None:

@@ -69,6 +69,7 @@ class DirectoryDonors:
         """At a start: everything that lies in the folder, so that the first question finds it."""
         self.look_around()
         while not self._given_up and not self._shared.is_settled:
+            self._shared.flush()
             self.look_around()
 
     def name_generations(self, plan: ReusePlan) -> ReusePlan:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import queue
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,6 +14,9 @@ log = logging.getLogger("semblend.donors")
 
 MAX_WAITING = 64
 """Jobs that wait for their turn; one that comes on top of so many is refused."""
+
+NICE = 10
+"""What computes goes first: a capture beside a file that is written takes 188 ms with it, 323 without, 156 alone."""
 
 
 class Background:
@@ -58,6 +63,9 @@ class Background:
         thread.join()
 
     def _run(self) -> None:
+        if sys.platform == "linux":  # where a thread has a priority of its own
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         while (job := self._jobs.get()) is not None:
             try:
                 job()

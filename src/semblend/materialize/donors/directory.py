@@ -27,6 +27,7 @@ import numpy as np
 from semblend.discover.donor import EvictionReason
 from semblend.errors import InputError, StoreError
 from semblend.fairness import EvictionOrder
+from semblend.materialize.donors.background import Background
 from semblend.materialize.donors.store import PART, PrivateFolder, take_lock
 from semblend.prompt import Namespace, Prompt, TokenArray
 
@@ -433,10 +434,51 @@ def _change(names: set[str], name: str, is_there: bool) -> None:
 # -- What other writers have published: which donors came, which went. Cheap enough to be asked before every lookup.
 #
 # Donors are looked at when a new listing is there, or something else has changed. A record is read once, because a key
-# never names two donors.
+# never names two donors. A long prompt's takes milliseconds: where there is a thread, that reads it.
 
 
 log = logging.getLogger("semblend.donors")
+
+
+TOKENS_AT_ONCE = 1 << 16
+"""A poll takes no further record behind so many tokens: whoever polls registers them, 0.045 ms a thousand."""
+
+
+class RecordReader:
+    """Records by key: read at once, or by ``thread``, and then whoever asks first is given nothing yet.
+
+    Not thread-safe: its owner calls it, and the thread only puts down what it has read.
+    """
+
+    def __init__(self, folder: PrivateFolder, thread: Background | None) -> None:
+        self._folder, self._thread = folder, thread
+        self._asked: set[str] = set()
+        self._read: dict[str, DonorRecord | Exception] = {}
+
+    def take(self, key: str) -> DonorRecord | Exception | None:
+        """A record, why there is none, or None while it is read: ask again."""
+        if self._thread is None:
+            return self._try(key)
+        if key in self._read:
+            self._asked.discard(key)
+            return self._read.pop(key)
+        if key not in self._asked and self._thread.submit(lambda: self._read.update({key: self._try(key)})):
+            self._asked.add(key)
+        return None
+
+    def forget_others(self, keys: Set[str]) -> None:
+        """Nobody will take what is not one of these."""
+        for key in (self._asked - keys) & self._read.keys():
+            self._asked.discard(key)
+            del self._read[key]
+
+    def _try(self, key: str) -> DonorRecord | Exception:
+        try:
+            return DonorRecord.decode(self._folder.read(record_name(key), LARGEST_RECORD), key)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            if not isinstance(error, FileNotFoundError):  # that one was evicted since it was listed
+                log.warning("published donor %s is refused: %s", key, error)
+            return error
 
 
 @dataclass(frozen=True, slots=True)
@@ -451,7 +493,7 @@ class DirectoryWatch:
     """Donors in ``folder`` that an engine of namespace ``engine`` with ``ranks`` ranks can use; not thread-safe.
 
     A request adds its salt, its tenant and its adapter to the engine's namespace, so those may be any. ``listing``
-    lists the folder; where it has no thread, it is asked to once in ``every_s``.
+    lists the folder; where it has no thread, it is asked to once in ``every_s``. ``thread`` reads records.
     """
 
     def __init__(
@@ -460,13 +502,14 @@ class DirectoryWatch:
         engine: Namespace,
         *,
         listing: DirectoryListing | None = None,
+        thread: Background | None = None,
         ranks: int = 1,
         every_s: float = 1.0,
         at_once: int = 16,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self._folder, self._engine, self._ranks = folder, _strip_request(engine), ranks
+        self._engine, self._ranks, self._records = _strip_request(engine), ranks, RecordReader(folder, thread)
         self._every_s, self._at_once, self._clock, self._wall_clock = every_s, at_once, clock, wall_clock
         self._listing = DirectoryListing(folder) if listing is None else listing
         self._hidden: set[str] = set()
@@ -485,7 +528,7 @@ class DirectoryWatch:
         return self._settled
 
     def poll(self) -> DonorChanges:
-        """What changed; reads at most ``at_once`` records, so that the first poll of a full folder is short too."""
+        """What changed; takes at most ``at_once`` records, so that the first poll of a full folder is short too."""
         self._look()
         now = self._wall_clock()
         if self._settled and (self._next_end_s is None or now < self._next_end_s):
@@ -496,15 +539,18 @@ class DirectoryWatch:
         for key in gone:
             del self._shown[key]
         waiting = sorted(self._there - self._shown.keys() - self._refused - self._hidden)
-        came = []
+        came, unread = list[DonorRecord](), max(0, len(waiting) - self._at_once)
         for key in waiting[: self._at_once]:
-            record = self._read(key)
-            if record is None or record.has_expired(now):
+            is_enough = sum(len(record.tokens) for record in came) >= TOKENS_AT_ONCE
+            record = None if is_enough else self._records.take(key)
+            if record is None:
+                unread += 1
+            elif isinstance(record, Exception) or not self._can_use(record) or record.has_expired(now):
                 self._refused.add(key)  # at least while the engine's namespace is this one
             else:
                 self._shown[key] = record
                 came.append(record)
-        self._settled = len(waiting) <= self._at_once
+        self._settled = not unread
         ends = (record.expires_unix_s for record in self._shown.values())
         self._next_end_s = min((end for end in ends if end is not None), default=None)
         return DonorChanges(tuple(came), tuple(sorted(gone)))
@@ -560,17 +606,12 @@ class DirectoryWatch:
         self._there = snapshot.list_complete(self._ranks)
         self._refused &= self._there
         self._void &= self._there
+        self._records.forget_others(self._there)
 
-    def _read(self, key: str) -> DonorRecord | None:
-        try:
-            record = DonorRecord.decode(self._folder.read(record_name(key), LARGEST_RECORD), key)
-        except FileNotFoundError:  # evicted since it was listed
-            return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            log.warning("published donor %s is refused: %s", key, error)
-            return None
-        usable = _strip_request(record.namespace) == self._engine and record.ranks == self._ranks
-        return record if usable and len(record.tokens) else None
+    def _can_use(self, record: DonorRecord) -> bool:
+        """Asked when a record is taken, not when it is read: the engine's namespace may be another by then."""
+        same = _strip_request(record.namespace) == self._engine and record.ranks == self._ranks
+        return same and len(record.tokens) > 0
 
 
 def _strip_request(namespace: Namespace) -> Namespace:
@@ -615,8 +656,10 @@ class _Owned:
 class DirectoryWriter:
     """Publishes at most ``budget_bytes`` in ``folder``, of an engine with ``ranks`` tensor-parallel ranks.
 
-    ``listing`` lists the folder; without one, or without a thread of its own, it is listed in every `look_over`. Not
-    thread-safe: a scheduler calls it between its steps.
+    ``listing`` lists the folder; without one, or without a thread of its own, it is listed in every `look_over`.
+    ``thread`` removes KV files, which takes the kernel 0.1 ms a megabyte, and reads the records of dead writers; what
+    it was still to remove when the process died is no whole donor, and removed by the next writer. Not thread-safe: a
+    scheduler calls it between its steps.
     """
 
     def __init__(
@@ -625,6 +668,7 @@ class DirectoryWriter:
         budget_bytes: int,
         *,
         listing: DirectoryListing | None = None,
+        thread: Background | None = None,
         ranks: int = 1,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
@@ -633,6 +677,7 @@ class DirectoryWriter:
             raise InputError(f"budget_bytes={budget_bytes}, ranks={ranks}", hint="bytes from 0, ranks from 1")
         self.budget_bytes, self.ranks = budget_bytes, ranks
         self._folder, self._clock, self._wall_clock = folder, clock, wall_clock
+        self._thread, self._records = thread, RecordReader(folder, thread)
         self._listing = DirectoryListing(folder) if listing is None else listing
         self._serial = 0
         self._owned: dict[str, _Owned] = {}
@@ -701,9 +746,7 @@ class DirectoryWriter:
         self._used_bytes -= owned.nbytes
         self._unfinished.discard(key)
         self._folder.remove(record_name(key))  # first: nobody finds the rest without it
-        for rank in range(owned.ranks):
-            self._folder.remove(kv_name(key, rank, owned.ranks))
-        self._folder.remove(withdrawn_name(key))
+        self._remove_files(*(kv_name(key, rank, owned.ranks) for rank in range(owned.ranks)), withdrawn_name(key))
         return True
 
     def withdraw(self, key: str) -> None:
@@ -726,9 +769,8 @@ class DirectoryWriter:
         snapshot = self._listing.take()
         self._adopt(snapshot)
         for key in snapshot.keys_of.get(self.writer, frozenset()) - self._owned.keys():
-            for name in snapshot.find(key).names:  # a rank was still writing when its donor was removed
-                if not is_part(name):
-                    self._folder.remove(name)
+            # A rank was still writing when its donor was removed, or too many files waited to be removed.
+            self._remove_files(*(name for name in snapshot.find(key).names if not is_part(name)))
         self._finish(snapshot)
         self._remove_lost(snapshot)
         self._make_room(0)
@@ -761,34 +803,50 @@ class DirectoryWriter:
         keys = snapshot.keys_of.get(writer, frozenset())
         if keys and self._taken_in.get(writer) is keys:  # nothing has changed
             return
-        self._taken_in[writer] = keys
-        left = 0
+        left, unread = 0, 0
         for key in keys:
             one = snapshot.find(key)
             left += one.complete
             if one.complete and key not in self._owned:
-                self._own(key, one)
-            for name in one.names:
-                if is_part(name) or not one.complete:
-                    self._folder.remove(name)
-        for name in snapshot.loose.get(writer, ()):
-            self._folder.remove(name)
+                unread += not self._own(key, one)
+            self._remove_files(*(name for name in one.names if is_part(name) or not one.complete))
+        self._remove_files(*snapshot.loose.get(writer, ()))
+        if not unread:
+            self._taken_in[writer] = keys
         if not left:
             self._taken_in.pop(writer, None)
             lease = self._adopted.pop(writer, None)
             if lease is not None:
                 lease.end()
 
-    def _own(self, key: str, one: Listed) -> None:
+    def _own(self, key: str, one: Listed) -> bool:
+        """Own a donor that a dead writer left, or remove it where it is damaged; False while its record is read."""
+        record = self._records.take(key)
+        if record is None:
+            return False
         try:
-            record = DonorRecord.decode(self._folder.read(record_name(key), LARGEST_RECORD), key)
+            if isinstance(record, Exception):
+                raise record
             nbytes = self._measure(key, one.ranks)
             owned = _Owned(nbytes, one.ranks, record.namespace.tenant, self._clock(), self._read_last_use(key))
         except (OSError, ValueError, KeyError, TypeError):
             self._owned[key] = _Owned(0, one.ranks, "", self._clock())
             self.remove(key)
-            return
+            return True
         self._add(record, owned)
+        return True
+
+    def _remove_files(self, *names: str) -> None:
+        """By the thread, where there is one; what it does not take is found again by `look_over`."""
+
+        def remove() -> None:
+            for name in names:
+                self._folder.remove(name)
+
+        if self._thread is None:
+            remove()
+        elif names:
+            self._thread.submit(remove)
 
     def _add(self, record: DonorRecord, owned: _Owned) -> None:
         self._owned[record.key] = owned
@@ -877,6 +935,8 @@ class DirectoryWriter:
 # not: it is then read back from the directory as a neighbour would read it.
 
 
+MAX_FILES = 1024
+"""Records to read and donors to remove that wait for their turn; the rest is found again by the next look."""
 HEADER_BYTES = 4096
 """Of a KV file, at most, where keys rotate alike for all prompts; the true size replaces it once a file is there."""
 
@@ -897,13 +957,16 @@ class SharedDonors:
     ) -> None:
         """``token_bytes``: what the KV of one token takes in files, all ranks in sum.
 
-        The folder is listed once in ``every_s``, by a thread; where that is 0, in every `poll`.
+        The folder is listed once in ``every_s``, by a thread, and another reads records and removes files; where that
+        is 0, everything is done in `poll`.
         """
         self._folder = PrivateFolder(path)
         self._token_bytes = token_bytes
         self._listing = DirectoryListing(self._folder)
-        self._writer = DirectoryWriter(self._folder, budget_bytes, listing=self._listing, ranks=ranks)
-        self._watch = DirectoryWatch(self._folder, engine, listing=self._listing, ranks=ranks, every_s=every_s)
+        self._thread = Background("donor-directory", MAX_FILES) if every_s else None
+        common: dict[str, Any] = {"listing": self._listing, "thread": self._thread, "ranks": ranks}
+        self._writer = DirectoryWriter(self._folder, budget_bytes, **common)
+        self._watch = DirectoryWatch(self._folder, engine, every_s=every_s, **common)
         if every_s:
             self._listing.start(every_s)
         self._ttl_s = ttl_s
@@ -986,8 +1049,16 @@ class SharedDonors:
         finally:
             self._resetting = False
 
+    def flush(self) -> None:
+        """Wait until the records that the last poll missed are read, and what is to be removed is."""
+        if self._thread is not None:
+            self._thread.flush()
+
     def close(self) -> None:
         """Donors stay for the neighbours and for the next start."""
         self._listing.close()
+        if self._thread is not None:
+            self._thread.flush()
+            self._thread.close()
         self._writer.close()
         self._folder.close()

@@ -6,6 +6,7 @@ import os
 import random
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from semblend import Namespace, Prompt
 from semblend.errors import StoreError
 from semblend.materialize.contract import KvLayout
+from semblend.materialize.donors.background import Background
 from semblend.materialize.donors.directory import (
     GENERATION,
     LOOK_EVERY_S,
@@ -755,3 +757,86 @@ def test_a_lease_is_held_until_its_process_lets_go(world):
     assert Lease.join(world.folder, lease.writer) is None
     taken.end()
     assert world.folder.list_names() == []
+
+
+# -- with a thread: what it reads and removes, nobody waits for ------------------------------------------------------
+
+
+@pytest.fixture
+def thread():
+    """A thread that does nothing until it is let go."""
+    go, made = threading.Event(), Background("test")
+    made.go = go
+    made.submit(lambda: go.wait(300))
+    yield made
+    go.set()
+    made.close()
+
+
+def test_a_record_is_shown_once_a_thread_has_read_it(world, thread):
+    writer, watch = world.writer(), world.watch(thread=thread)
+    record = world.publish(writer, range(50))
+    for _ in range(3):  # would wait for ever if it read
+        world.clock.now += 2
+        assert watch.poll().came == ()
+        assert not watch.is_settled
+    thread.go.set()
+    thread.flush()
+    assert [one.key for one in watch.poll().came] == [record.key]
+    assert watch.is_settled
+    assert watch.poll().came == ()
+
+
+def test_a_poll_takes_few_tokens_and_the_next_one_goes_on(world, monkeypatch):
+    monkeypatch.setattr("semblend.materialize.donors.directory.TOKENS_AT_ONCE", 60)
+    writer, watch = world.writer(), world.watch()
+    for start in range(3):
+        world.publish(writer, range(start, start + 50))
+    assert [(len(watch.poll().came), watch.is_settled) for _ in range(3)] == [(2, False), (1, True), (0, True)]
+
+
+def test_a_record_that_was_read_for_other_weights_is_not_shown_for_new_ones(world, thread):
+    writer, watch = world.writer(), world.watch(thread=thread)
+    world.publish(writer, range(50))
+    watch.poll()
+    watch.follow(replace(ENGINE, revision="new"))
+    thread.go.set()
+    thread.flush()
+    assert watch.poll().came == ()
+
+
+def test_who_makes_room_does_not_wait_until_files_are_gone(world, thread):
+    writer = DirectoryWriter(world.folder, 4_000, thread=thread, clock=world.clock, wall_clock=world.clock)
+    first = world.publish(writer, range(50), nbytes=3_000)
+    writer.publish(Prompt(range(60), namespace=ENGINE), "second", 3_000)
+    there = DirectoryListing(world.folder)
+    assert not there.take().find(first.key).complete, "nobody finds it any more"
+    assert there.take().find(first.key).names, "its KV is still there"
+    thread.go.set()
+    thread.flush()
+    assert not there.refresh().find(first.key).names
+
+
+def test_files_that_a_dead_thread_left_are_removed_by_the_next_look(world):
+    dead = Background("test")
+    dead.close()  # takes no job: as if the process had ended before its turn
+    writer = DirectoryWriter(world.folder, 1 << 20, thread=dead, clock=world.clock, wall_clock=world.clock)
+    record = world.publish(writer, range(50))
+    writer.remove(record.key)
+    assert DirectoryListing(world.folder).take().find(record.key).names
+    writer.close()
+    world.writer()
+    assert not DirectoryListing(world.folder).take().find(record.key).names
+
+
+def test_donors_of_a_dead_writer_are_owned_once_a_thread_has_read_their_records(world, thread):
+    dead = world.writer()
+    record = world.publish(dead, range(50))
+    dead.close()
+    writer = DirectoryWriter(world.folder, 1 << 20, thread=thread, clock=world.clock, wall_clock=world.clock)
+    assert not writer.owns(record.key)
+    thread.go.set()
+    thread.flush()
+    world.clock.now += 10
+    assert writer.look_over()
+    assert writer.owns(record.key)

@@ -103,6 +103,21 @@ def test_what_stands_before_moved_kv_becomes_a_donor():
     assert asked(engine, "third", [*drawn(4, 20), *document]) > 100
 
 
+def test_a_donor_on_the_disk_is_read_while_its_request_waits_and_then_reused(tmp_path):
+    library = SemBlend(SemBlendConfig(embedder="none", metrics=False))
+    model = DecoderModel.random(ModelSpec.from_hf_config(TINY))
+    room = {"donor_host_bytes": 230 * model.new_pool(16).bytes_per_token, "donor_disk_bytes": 1 << 30}
+    engine = assemble(model, pool_tokens=2048, semblend=library, donor_dir=tmp_path, **room)
+    document, donors = drawn(1, 200), engine.reuse.donor_kv
+    for name, ids in (("first", document), ("second", drawn(2, 200))):  # host memory has room for one
+        asked(engine, name, ids)
+        donors.flush()
+    assert donors._books.current["first"].tier == "disk"
+    assert asked(engine, "third", [*drawn(3, 20), *document]) > 100
+    donors.check()
+    engine.reuse.close()
+
+
 def test_a_small_piece_is_not_worth_the_document_behind_it():
     engine, library = engine_with()
     instruction, document = drawn(1, 40), drawn(2, 600)

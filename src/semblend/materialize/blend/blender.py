@@ -195,10 +195,12 @@ class Blender:
     def _await_donors(self, state: BlendState) -> Pieces[None]:
         """Give donors that lie in files time to be read, in pieces, where that is sooner than to compute the prompt.
 
-        On a CPU it is. A GPU computes a token of a 7B in 0.05 ms and reads its KV in 0.14 (decisions/donors.md): there
-        the prompt is computed, and the next one finds the donor in memory.
+        On a CPU it is. A GPU computes a token of a 7B in 0.05 ms and reads its KV in 0.1 (decisions/donors.md): there
+        the prompt is computed, and the next one finds the donor in memory. So it is where an engine prefills itself:
+        the loads behind this one would wait too.
         """
-        if self.model.device.type != "cpu" or self._ranks.several or not self._passes.pace.piece_ms:
+        waits = self.model.device.type == "cpu" and self.settings.prefills and not self._ranks.several
+        if not waits or not self._passes.pace.piece_ms:
             return
         for key in dict.fromkeys((span.donor_id, span.generation) for span in state.spans):
             tensors = self.donor_kv.acquire(*key)

@@ -13,10 +13,10 @@ from hypothesis import strategies as st  # noqa: E402
 from plain_attention import attend_plain  # noqa: E402
 
 from semblend.errors import InputError  # noqa: E402
+from semblend.materialize.kv import splice as splicing  # noqa: E402
 from semblend.materialize.kv.layout import KvLayout  # noqa: E402
 from semblend.materialize.kv.moves import DonorTensors, Move  # noqa: E402
 from semblend.materialize.kv.rope import RopeSpec  # noqa: E402
-from semblend.materialize.kv import splice as splicing  # noqa: E402
 from semblend.materialize.kv.splice import (  # noqa: E402
     gather_plain,
     gather_staged,

@@ -177,8 +177,8 @@ def _check_move(move: Move) -> None:
 
 # -- The way back of splice: the KV of some slots, out of an engine's cache, into memory of our own.
 #
-# Within a GPU it is one kernel launch over layers x tokens (``kernels.gather_rows``), from there to the host the same in
-# pieces (``gather_staged``), elsewhere it goes layer by layer (``gather_plain``, which is also the specification).
+# Within a GPU it is one kernel launch over layers x tokens (``kernels.gather_rows``), from there to the host the same
+# in pieces (``gather_staged``), elsewhere it goes layer by layer (``gather_plain``, which is also the specification).
 
 STAGED_BYTES = 64 << 20
 """So much is gathered on a GPU before it is copied to the host: a few launches for each, where layer by layer takes

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semblend import InputError, Namespace, NamespaceError, Prompt, SemBlend, SemBlendError, TokenError
+from semblend.prompt import LatePrompt
 
 GOOD = {
     "list": [1, 2, 3],
@@ -30,6 +31,27 @@ def test_any_flat_sequence_of_integers_is_a_prompt(given):
     assert prompt.token_ids.tolist() == [1, 2, 3]
     assert prompt == Prompt([1, 2, 3])
     assert hash(prompt) == hash(Prompt([1, 2, 3]))
+
+
+class Unread(list):
+    """A list that nobody reads: its length may be asked for."""
+
+    def __iter__(self):
+        raise AssertionError("read")
+
+    __getitem__ = __iter__
+
+
+def test_a_late_prompt_has_a_length_before_anybody_reads_it_and_equals_the_prompt():
+    unread = LatePrompt(Unread([1, 2, 3]), Namespace(tenant="a"))
+    assert (len(unread), unread.namespace.tenant) == (3, "a")
+    prompt = Prompt([1, 2, 3], namespace=Namespace(tenant="a"))
+    late = LatePrompt([1, 2, 3], Namespace(tenant="a"))
+    assert late == prompt
+    assert hash(late) == hash(prompt)
+    assert late.token_ids is late.token_ids, "converted once"
+    with pytest.raises(TokenError):
+        _ = LatePrompt([1, 0.5], Namespace()).token_ids
 
 
 BAD = {

@@ -33,7 +33,7 @@ from semblend.plan.selection import list_reused_positions
 from semblend.quality import GATED_MODE, find_path
 
 NEVER = Thresholds(0.0, 0.0, 0.0)
-LOOKS = ("glance", "deviation")
+LOOKS = ("deviation",)
 """Passes that end early."""
 RERUN_CHUNK, RERUN_CHUNKS = 1000, 3
 """A rerun is computed in chunks of at most so many tokens, and in at least so many chunks: a short prompt too."""
@@ -336,7 +336,7 @@ class Lab:
             "donor_fact": (case.donor_code in text) if case.donor_code else None,
             "risk": done.risk if done else None, "decision": done.decision if done else None,
             "escalations": done.escalations if done else None, "canary": done.canary if done else None,
-            "glance": done.glance if done else None, "signals": one.signals,
+            "signals": one.signals,
             "changed": answers[i] != answers[0], "work": done.work if done else None,
             "features": asdict(done.features) if done and done.features else None,
         }  # fmt: skip

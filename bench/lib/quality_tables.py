@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -13,7 +11,6 @@ import numpy as np
 import lib.reporting as reporting
 
 Row = dict[str, Any]
-GLANCES = (0.0, 0.018, 0.035, 0.045, 0.055, 1.0)
 MIN_PROMPTS = 20
 """Of a data set, for lines of its own."""
 HARM_KL, HARM_F1 = 0.1, 0.5
@@ -45,7 +42,6 @@ def show(report: reporting.Report, rows: Sequence[Row]) -> None:
         _by_recipe(report, scenario, [row for row in rows if row["scenario"] == scenario])
     _by_dataset(report, rows)
     _gate(report, rows)
-    _by_glance(report, rows)
     _signals(report, rows)
 
 
@@ -128,24 +124,6 @@ def _gate(report: reporting.Report, rows: Sequence[Row]) -> None:
     columns = ["documents", "setting", "n", "served", "FLOPs of all", "F1 vs cold of all", "served with KL > .1",
                "false safe", "the same of a rerun"]  # fmt: skip
     report.table("Gate: what `balanced` let pass (false safe: KL > .1 or F1 against cold < .5)", columns, lines)
-
-
-def _by_glance(report: reporting.Report, rows: Sequence[Row]) -> None:
-    """What each step leaves, by what layer 1 showed before it."""
-    seen = {row["case"]: row["glance"] for row in rows if row["recipe"] == "balanced" and row.get("glance")}
-    lines = []
-    for low, high in itertools.pairwise(GLANCES):
-        for recipe in ("attended-10", "product-20", "product-40"):
-            kept = [r for r in rows if r["recipe"] == recipe and low <= seen.get(r["case"], -1.0) < high]
-            if kept:
-                settings = ", ".join(
-                    f"{name} {n}" for name, n in Counter(row["scenario"] for row in kept).most_common()
-                )
-                lines.append([f"{low:g} to {high:g}", recipe, len(kept), interval(kept, "kl")[0],
-                              interval(kept, "f1")[0], false_safe(kept), settings])  # fmt: skip
-    if lines:
-        columns = ["glance", "step", "n", "KL answer", "F1 vs cold", "harmed", "settings"]
-        report.table("By the glance at layer 1", columns, lines)
 
 
 def _signals(report: reporting.Report, rows: Sequence[Row]) -> None:

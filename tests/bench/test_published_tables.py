@@ -10,11 +10,13 @@ import pytest
 
 pytest.importorskip("torch", reason="the tables are of the gate, which needs torch")
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "research/quality"))
 
+from default_dial import fit_default_dial, read_measures
 from lib.quality_cases import CHATML, ZEPHYR, choose_chat_form
 from lib.reporting import find_result
 
-from semblend.materialize.gate.thresholds import DEFAULT, DialTable, Thresholds, choose_table
+from semblend.materialize.gate.thresholds import DEFAULT, PassageOrder, Thresholds, choose_table
 
 
 def test_a_model_gets_chatml_only_where_its_mark_is_one_token() -> None:
@@ -23,7 +25,16 @@ def test_a_model_gets_chatml_only_where_its_mark_is_one_token() -> None:
 
 
 def test_the_table_of_unknown_models_is_the_fit_of_the_published_rows() -> None:
+    dial, _, false_safes = fit_default_dial(read_measures())
+    assert not false_safes
+    assert [*DEFAULT.dial.means] == [*PassageOrder]
+    for order, row in DEFAULT.dial.means.items():
+        assert row == pytest.approx(dial.means[order], abs=1e-5)
+    for percent, weights in DEFAULT.dial.repair.items():
+        assert weights == pytest.approx(dial.repair[percent], abs=1e-3)
+
+
+def test_the_table_of_tinyllama_is_the_fit_of_the_published_rows() -> None:
     results = json.loads(find_result("carry_over").read_text("utf-8"))
-    assert DEFAULT.dial == DialTable.from_record(results["dial of moved passages, all models"])
     fitted = Thresholds.from_json(json.dumps(results["thresholds"]["tinyllama bfloat16"]))
     assert choose_table("TinyLlama/TinyLlama-1.1B-Chat-v1.0").thresholds == fitted

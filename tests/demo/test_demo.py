@@ -324,7 +324,7 @@ def test_calibrate_measures_the_dial_and_says_how_often_cold_answers_change(load
     assert "two retrievals of the same passages" in shown
     assert "the same prompt again" in shown
     table = Thresholds.read(out)
-    assert table.dial.glance
+    assert table.dial.repair
     assert table.provenance["noise"]["reordered"]["nats"] > table.provenance["noise"]["rerun"]["nats"]
     with pairs.open("a") as stream:
         stream.write('{"key": "k", "measure": {"order": "sideways"}}\n')
@@ -355,7 +355,7 @@ def test_calibrate_without_shared_text_says_what_it_needs(loads_tiny, tmp_path, 
 
 def test_serve_takes_thresholds_from_a_file_or_by_the_models_name(tmp_path):
     assert Launch(ServeConfig(model="unheard-of")).gate.thresholds is DEFAULT
-    assert Launch(ServeConfig(model="qwen2.5-coder-1.5b")).gate.thresholds.begin_prefill == 0.045
+    assert Launch(ServeConfig(model="qwen2.5-coder-1.5b")).gate.thresholds.kl_10 == 0.05
     path = tmp_path / "t.json"
     path.write_text(Thresholds(0.1, 0.2, 0.3).to_json())
     launch = Launch(ServeConfig(model="tiny", pool_tokens=512, thresholds=str(path)))

@@ -44,9 +44,7 @@ from semblend.materialize.gate.thresholds import (
     RiskFeatures,
     RiskModel,
     Thresholds,
-    choose_level,
     fit_weights,
-    make_glance_features,
     make_repair_features,
     next_token_kl,
 )
@@ -119,7 +117,7 @@ def keeps_answer(ours: Tensor, answer: Sequence[int]) -> bool:
 
 
 RERUN_CHUNKS = 3
-_LOOK = Thresholds(1e9, 1e9, 1e9, begin_prefill=1e9)  # accepts everything, and glances at layer 1
+_LOOK = Thresholds(1e9, 1e9, 1e9)  # accepts everything
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,15 +145,13 @@ class Moved:
 class WayMeasure:
     """One way: what could be seen, what it did, and its work as a share of a cold prefill.
 
-    ``first_nats``: divergence of the first token alone. ``features`` and ``glance``: None for a splice, which shows
-    nothing of itself.
+    ``first_nats``: divergence of the first token alone. ``features``: None for a splice, which shows nothing of itself.
     """
 
     percent: int
     moved: Moved
     first_nats: float
     work: float
-    glance: float | None = None
     features: RiskFeatures | None = None
 
 
@@ -170,11 +166,6 @@ class PromptMeasure:
 
     def find_way(self, percent: int) -> WayMeasure | None:
         return next((way for way in self.ways if way.percent == percent), None)
-
-    @property
-    def glance(self) -> float | None:
-        """The layer-1 deviation; the same for all ways, because it comes before them."""
-        return next((way.glance for way in self.ways if way.glance is not None), None)
 
     def to_record(self) -> dict[str, Any]:
         """As JSON holds it; `from_record` takes it back."""
@@ -263,7 +254,7 @@ def _measure_ways(
         if done is None or done.decision not in ("fast", "accepted") or (percent and done.features is None):
             continue
         first = next_token_kl(cold, done.logits_last)
-        found.append(WayMeasure(percent, compare(done.logits_last), first, done.work, done.glance, done.features))
+        found.append(WayMeasure(percent, compare(done.logits_last), first, done.work, done.features))
     return tuple(found)
 
 
@@ -320,14 +311,10 @@ _FOLDS = 4
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """After ``step`` percent: what could be seen, and the true divergence from cold of what would be served.
-
-    ``glance`` is what layer 1 showed before the repair.
-    """
+    """After ``step`` percent: what could be seen, and the true divergence from cold of what would be served."""
 
     step: int
     features: RiskFeatures
-    glance: float
     true_kl: float
 
 
@@ -369,12 +356,6 @@ def table_of(
         step: choose(list(zip(expected[step], (p.true_kl for p in by_step[step]), strict=True)), harm, false_safe)
         for step in STEPS
     }
-    begins = {
-        name: begin(
-            [(p.glance, e <= chosen[step].threshold) for p, e in zip(by_step[step], expected[step], strict=True)]
-        )
-        for name, step in (("begin_20", 10), ("begin_40", 20), ("begin_prefill", 40))
-    }
     provenance = {
         "model": model_name,
         "date": datetime.now(UTC).date().isoformat(),
@@ -395,9 +376,6 @@ def table_of(
         kl_10,
         kl_20,
         kl_40,
-        begin_20=begins["begin_20"],
-        begin_40=begins["begin_40"],
-        begin_prefill=begins["begin_prefill"],
         risk=risk,
         dial=DialTable() if dial is None else dial,
         provenance={**provenance, **measured},
@@ -420,9 +398,9 @@ def _expect(pairs: Sequence[Pair], *, fit: bool) -> list[float]:
 def list_pairs(measure: PromptMeasure) -> list[Pair]:
     """What a measured prompt says about thresholds."""
     return [
-        Pair(way.percent, way.features, way.glance, way.first_nats)
+        Pair(way.percent, way.features, way.first_nats)
         for way in measure.ways
-        if way.percent in STEPS and way.features is not None and way.glance is not None
+        if way.percent in STEPS and way.features is not None
     ]
 
 
@@ -441,24 +419,6 @@ def choose(pairs: Sequence[tuple[float, float]], harm: float, false_safe: float)
         if not tied and damaged <= false_safe * passing:
             best = Choice(expected, passing / len(pairs), damaged / passing, len(pairs))
     return best
-
-
-def begin(seen: Sequence[tuple[float, bool]]) -> float:
-    """The layer-1 deviation from which on fewer than half of the prompts passed a step: it need not be tried there.
-
-    >>> begin([(.01, True), (.02, True), (.05, False), (.06, False), (.07, False), (.08, False)])
-    0.05
-    >>> begin([(.01, True), (.02, True)])
-    inf
-    """
-    found, passed = math.inf, 0
-    for count, (deviation, passes) in enumerate(sorted(seen, reverse=True), start=1):
-        passed += passes
-        if count >= 4 and passed * 2 < count and not passes:
-            found = deviation
-        elif passed * 2 >= count:
-            break
-    return found
 
 
 # -- From measured prompts to a model's dial, and what the dial would have done with them.
@@ -526,18 +486,15 @@ def replay(table: DialTable, measure: PromptMeasure, nats: float) -> Served:
     Each way was measured alone. Where one follows another, its work counts on top; what it leaves is taken as alone.
     """
     prefill = Served(None, 1.0, 0.0, changed=False)
-    glance = measure.glance
-    if glance is None or not table.knows(measure.order):
+    if not table.knows(measure.order):
         return prefill
-    if choose_level(table.expect_by_plan(measure.order), nats).percent is None:
+    first = table.begin(measure.order, nats)
+    if first.percent is None:
         return prefill
     splice = measure.find_way(0)
     work = splice.work if splice else 0.0
-    first = choose_level(table.expect_by_glance(measure.order, glance), nats)
-    if first.percent == 0 and splice:
-        return _serve(splice, work, first.expected)
-    if first.percent is None or first.percent == 0:
-        return Served(None, 1.0 + work, 0.0, changed=False)
+    if first.percent == 0:
+        return _serve(splice, work, first.expected) if splice else prefill
     before = work
     for way in measure.ways:
         if way.percent < first.percent or way.features is None:
@@ -590,7 +547,6 @@ def scale_table(table: DialTable, margin: float) -> DialTable:
     more = math.log(margin)
     return DialTable(
         {order: {percent: nats * margin for percent, nats in row.items()} for order, row in table.means.items()},
-        {percent: (*weights[:-1], weights[-1] + more) for percent, weights in table.glance.items()},
         {percent: (*weights[:-1], weights[-1] + more) for percent, weights in table.repair.items()},
     )
 
@@ -601,7 +557,7 @@ def _serve(way: WayMeasure, work: float, expected: float) -> Served:
 
 def _list_usable(measures: Iterable[PromptMeasure]) -> list[PromptMeasure]:
     """Prompts that were measured by every way."""
-    return [one for one in measures if one.glance is not None and len(one.ways) == len(RECOMPUTE_LEVELS)]
+    return [one for one in measures if len(one.ways) == len(RECOMPUTE_LEVELS)]
 
 
 def _fit_folds(measures: Sequence[PromptMeasure]) -> list[tuple[DialTable, PromptMeasure]]:
@@ -636,17 +592,13 @@ def _fit(measures: Sequence[PromptMeasure], margin: float) -> DialTable:
         for order, mine in by_order.items()
         if len(mine) >= MIN_OF_AN_ORDER
     }
-    glance, repair = {}, {}
+    repair = {}
     for percent in RECOMPUTE_LEVELS:
         pairs = [(one, way) for one in measures if (way := one.find_way(percent))]
-        nats = [way.moved.nats for _, way in pairs]
-        glance[percent] = fit_log_weights(
-            [make_glance_features(one.order, one.glance or 0.0) for one, _ in pairs], nats, deviation_at=0
-        )
         if percent:
             seen = [make_repair_features(one.order, way.features) for one, way in pairs if way.features is not None]
-            repair[percent] = fit_log_weights(seen, nats, deviation_at=1)
-    return scale_table(DialTable(means, glance, repair), margin)
+            repair[percent] = fit_log_weights(seen, [way.moved.nats for _, way in pairs], deviation_at=1)
+    return scale_table(DialTable(means, repair), margin)
 
 
 def fit_log_weights(features: Sequence[Sequence[float]], nats: Sequence[float], deviation_at: int) -> tuple[float, ...]:

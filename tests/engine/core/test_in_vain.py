@@ -15,7 +15,7 @@ from semblend.engine.core.config import EngineConfig
 from semblend.engine.core.engine import Engine
 from semblend.materialize.blend.quality import QualitySettings
 from semblend.materialize.gate.gate import MAX_SKIPPED, MIN_SKIPPED
-from semblend.materialize.gate.thresholds import RECOMPUTE_LEVELS, DialTable, PassageOrder, PlanShape, Thresholds
+from semblend.materialize.gate.thresholds import STEPS, DialTable, PassageOrder, PlanShape, Thresholds
 from semblend.plan.reuse_plan import DeclineReason, ReusePlan
 from semblend.prompt import Namespace, Prompt
 from semblend.span import Span
@@ -148,8 +148,7 @@ def test_a_request_goes_before_its_tenant_a_tenant_before_the_engine_and_the_rec
 def test_a_number_that_no_way_can_keep_is_a_prefill_at_once_and_a_larger_one_is_served():
     dial = DialTable(
         {PassageOrder.IN_ORDER: {0: 0.2, 10: 0.1, 20: 0.08, 40: 0.06}},
-        dict.fromkeys(RECOMPUTE_LEVELS, (0.0, 0.0, 0.0, -4.0)),  # exp(-4) = .018, whatever layer 1 shows
-        dict.fromkeys(RECOMPUTE_LEVELS[1:], (0.0,) * 5 + (-4.0,)),
+        dict.fromkeys(STEPS, (0.0,) * 5 + (-4.0,)),  # exp(-4) = .018, whatever a repair shows
     )
     world = World(Thresholds(0.0, 0.0, 0.0, dial=dial))
     refused = world.hit(1, quality="0.05").receipt
@@ -158,7 +157,6 @@ def test_a_number_that_no_way_can_keep_is_a_prefill_at_once_and_a_larger_one_is_
     served = world.hit(2, quality="0.1").receipt
     assert served.reused_tokens > 0
     assert served.risk == pytest.approx(math.exp(-4))
-    assert served.recomputed_tokens < 64  # seams and the question: layer 1 was all that was looked at
     assert world.hit(3, quality="exact").receipt.reused_tokens == 0
 
 

@@ -533,6 +533,19 @@ def test_the_worker_hears_when_blocks_that_it_copies_from_change_hands(world):
     assert world.step().freed == [], "once"
 
 
+@pytest.mark.parametrize("wish", [{"opt_out": True}, {"quality": "exact"}])
+def test_the_tokens_of_a_request_that_may_not_reuse_are_not_even_read_before_its_answer(world, wish, monkeypatch):
+    read = []
+    monkeypatch.setattr("semblend.prompt.as_token_array", lambda ids: read.append(ids) or np.array(ids, np.int32))
+    request = FakeRequest("mine", [1, *DOCUMENT], kv_transfer_params={"semblend": wish})
+    claimed, orders = world.admit(request)
+    assert (claimed, orders.served, read) == (0, ["mine"], [])
+    world.half.note_report(Report(served=["mine"]))
+    receipt = world.half.finish("mine")
+    assert (receipt.prompt_tokens, receipt.reason) == (201, DeclineReason.DISABLED)
+    assert read == []
+
+
 def test_a_request_that_was_not_captured_frees_nothing_that_is_read(world):
     request = FakeRequest("short", range(8))
     _, orders = world.admit(request)

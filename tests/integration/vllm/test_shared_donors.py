@@ -61,10 +61,12 @@ class MachineEngine:
         record = Record(SessionRequest(name, self.prompt(tokens, salt)), "fast")
         record.block_ids = list(blocks)
         self.step(Orders(captures=[self.books.order(record, len(tokens), BLOCK)]))
+        self.step(Orders())  # the one that begins with the copy
         self.step(Orders(publications=self.books.take_publications(), drops=self.books.take_drops()))
         self.worker._publisher.flush()
 
     def step(self, orders):
+        self.worker.before_step(orders)
         self.worker.load(orders)
         self.worker.capture(orders)
         report = self.worker.take_report()
@@ -301,6 +303,17 @@ def test_once_weights_are_known_a_donor_is_published_in_the_step_that_captures_i
     one.compute("req", TOLD)
     assert one.books.take_publications() == []
     assert isinstance(two.find(ASKED), ReusePlan)
+
+
+def test_an_engine_that_ends_with_its_last_answer_publishes_that_prompt(machine):
+    one = machine()
+    one.books.follow(MODEL)
+    one.model.forward(Rows.of(TOLD, torch.arange(len(TOLD)), slots_of_blocks(range(6), BLOCK, len(TOLD))))
+    record = Record(SessionRequest("req", one.prompt(TOLD)), "fast")
+    record.block_ids = list(range(6))
+    one.step(Orders(captures=[one.books.order(record, len(TOLD), BLOCK)]))
+    one.worker.close()
+    assert machine().ask(ASKED)[0].reused_tokens > 0
 
 
 def test_a_donor_that_could_not_be_captured_leaves_no_record(machine, tmp_path):

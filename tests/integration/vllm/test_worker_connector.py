@@ -66,6 +66,7 @@ class Worker:
         self.engine.cold(tokens, range(20))
         blocks = tuple(range(-(-len(tokens) // BLOCK)))
         self.half.capture(Orders(captures=[Capture(name, 1, len(tokens), blocks)], served=[name]))
+        self.half.before_step(Orders())
         return self.half.take_report()
 
     def load(self, tokens, spans, exact=0, mode="fast"):
@@ -88,6 +89,31 @@ def test_a_capture_is_reported_with_what_it_takes(worker):
     assert report.captured == {("d", 1)}
     assert report.served == ["d"]
     assert report.donor_bytes["host"] == worker.half.donor_kv.used_bytes["host"] > 0
+
+
+def test_an_answer_does_not_wait_for_its_capture_and_the_next_owner_of_its_blocks_does(worker):
+    tokens = [1, 2, 3, *DOCUMENT]
+    computed = worker.engine.cold(tokens, range(20))
+    worker.half.capture(Orders(captures=[Capture("d", 1, len(tokens), tuple(range(6)))], served=["d"]))
+    report = worker.half.take_report()
+    assert (report.served, report.captured) == (["d"], set()), "the receipt goes out, and nobody finds the donor yet"
+    assert not len(worker.half.donor_kv)
+
+    worker.half.before_step(Orders(freed=["d"]))
+    worker.engine.cold([9] * len(tokens), range(20))  # the blocks are another's now
+    assert worker.half.take_report().captured == {("d", 1)}
+    held = worker.half.donor_kv.acquire("d", 1)
+    assert torch.equal(held.k, torch.stack([k for k, _ in computed]))
+    assert torch.equal(held.v, torch.stack([v for _, v in computed]))
+
+
+def test_a_capture_whose_blocks_may_have_been_written_is_none(worker):
+    worker.engine.cold(DOCUMENT, range(20))
+    worker.half.capture(Orders(captures=[Capture("late", 1, 80, tuple(range(5)))]))
+    worker.half.capture(Orders())  # the step after it, in which `before_step` has failed
+    worker.half.before_step(Orders())
+    report = worker.half.take_report()
+    assert (report.captured, report.not_captured) == (set(), {("late", 1)})
 
 
 def test_moved_kv_is_exact_where_context_does_not_matter(worker):
@@ -335,6 +361,7 @@ def test_evicted_donors_are_told(worker):
     worker.half.donor_kv._books.budget["host"] = 2 * worker.donor(DOCUMENT).donor_bytes["host"] - 1
     worker.engine.cold(DOCUMENT, range(20))
     worker.half.capture(Orders(captures=[Capture("e", 2, 80, tuple(range(5)))]))
+    worker.half.before_step(Orders())
     report = worker.half.take_report()
     assert report.captured == {("e", 2)}
     assert report.evicted == {("d", 1)}
@@ -616,6 +643,7 @@ class Busy(Worker):
         self.half.before_step(orders)
         self.half.load(orders)
         self.half.capture(orders)
+        self.half.before_step(Orders())
         return orders, self.half.take_report()
 
 
@@ -721,6 +749,7 @@ def test_a_file_that_cannot_be_removed_drops_its_donor_all_the_same(tmp_path, mo
     )
     for name in ("a", "b"):
         half.capture(Orders(captures=[Capture(name, 1, 83, tuple(range(6)))], served=[name]))
+        half.copy_out()
         half.donor_kv.flush()
     assert half.donor_kv.used_bytes["disk"] > 0
 
@@ -786,6 +815,7 @@ def test_on_one_of_several_ranks_a_failure_in_a_pass_reaches_the_engine():
     quality = QualitySettings(mode="fast", first_seam_tokens=4, seam_tokens=4, prefills=False)
     half = WorkerConnector(engine, BLOCK, quality, host_bytes=1 << 24)
     half.capture(Orders(captures=[Capture("d", 1, 83, tuple(range(6)))], served=["d"]))
+    half.before_step(Orders())
     engine.broken = True
     span = Span("d", 3, 17, len(DOCUMENT), generation=1)
     load = Load("r", tuple(TARGET), tuple(range(20, 40)), 16, len(TARGET), (span,), "fast")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,6 +25,8 @@ from semblend.materialize.donors.tiers import DonorKv
 from semblend.materialize.gate.thresholds import (
     DEFAULT,
     STEPS,
+    DialTable,
+    PassageOrder,
     RiskFeatures,
     RiskModel,
     Thresholds,
@@ -472,21 +474,21 @@ def test_calibration_measures_signals_against_cold_and_survives_a_file(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("begins", "passes"),
+    ("expected", "passes"),
     [
-        ({"begin_20": 1e9}, ["fast", "glance", "repair 10 %"]),
-        ({"begin_20": 0.0}, ["fast", "glance", "deviation", "repair 20 %"]),
-        ({"begin_20": 0.0, "begin_40": 0.0}, ["fast", "glance", "deviation", "repair 40 %"]),
-        ({"begin_prefill": 0.0}, ["fast", "glance", "prefill"]),
+        ({0: 0.0, 10: 0.01}, ["fast", "repair 10 %"]),  # at balanced nothing is served unprobed
+        ({10: 0.03, 20: 0.01}, ["fast", "deviation", "repair 20 %"]),
+        ({10: 0.03, 20: 0.03, 40: 0.02}, ["fast", "deviation", "repair 40 %"]),
     ],
 )
-def test_a_glance_at_layer_1_tells_which_step_to_begin_with(begins, passes):
-    world = World(thresholds=Thresholds(1e9, 1e9, 1e9, **begins), most_work=10)
+def test_the_dial_tells_from_the_plan_which_step_to_begin_with(expected, passes):
+    accepts = (0.0, 0.0, 0.0, 0.0, 0.0, -20.0)
+    dial = DialTable({PassageOrder.IN_ORDER: expected}, dict.fromkeys(STEPS, accepts))
+    world = World(thresholds=replace(NEVER, dial=dial), most_work=10)
     prompt, spans = one_document(world, document=400)
     blended, _ = world.prepare(prompt, spans)
     assert [one.name for one in blended.passes] == passes
-    assert blended.glance > 0
-    assert blended.decision == ("prefill" if "prefill" in passes[-1] else "accepted")
+    assert blended.decision == "accepted"
 
 
 def test_the_first_layers_of_all_tokens_can_be_computed_and_are_cold_then():
@@ -514,15 +516,6 @@ def test_no_repair_is_begun_that_would_make_a_refused_gate_cost_much_more_than_a
     assert not blended.reused_tokens
 
 
-def test_the_glance_changes_nothing_but_rounding():
-    plain, glancing = World(thresholds=ALWAYS), World(thresholds=Thresholds(1e9, 1e9, 1e9, begin_prefill=1e9))
-    results = []
-    for world in (plain, glancing):
-        prompt, spans = one_document(world, document=300)
-        results.append(world.prepare(prompt, spans)[0].logits_last)
-    assert torch.allclose(*results, atol=1e-4)
-
-
 def test_the_deviation_of_repaired_tokens_is_nought_where_the_donor_had_the_same_left_context():
     world = World(thresholds=ALWAYS)
     text = tokens_of(300, 5)
@@ -545,27 +538,18 @@ def test_weights_are_found_again_from_signs_that_follow_them():
     assert fit_weights(seen) == pytest.approx(weights, abs=0.05)
 
 
-def test_what_is_no_number_begins_with_the_worst():
-    table = Thresholds(1, 1, 1, begin_20=0.1, begin_40=0.2, begin_prefill=0.3)
-    assert [table.first_step(d) for d in (0.05, 0.1, 0.25, 0.3, math.nan)] == [10, 20, 40, None, None]
-    assert Thresholds(1, 1, 1).first_step(math.nan) == 10
-    assert not Thresholds(1, 1, 1).glances
-
-
 def test_calibration_with_enough_prompts_weighs_the_signs_and_no_prompt_judges_itself(tmp_path):
     rng = np.random.default_rng(0)
     pairs = []
     for step, _ in itertools.product(STEPS, range(40)):
         deviation = float(np.exp(rng.normal(-3, 1)))
         signs = RiskFeatures(deviation, deviation, deviation, 1.0)
-        pairs.append(Pair(step, signs, deviation / 4, deviation * step / 40))
+        pairs.append(Pair(step, signs, deviation * step / 40))
     table = table_of(pairs, pool=MODEL.new_pool(64), model_name="made", prompts=40, tokens=1)
     assert set(table.risk.weights) == set(STEPS)
     for step in STEPS:
         signs = RiskFeatures(0.05, 0.05, 0.05, 1.0)
         assert table.expect(step, signs) == pytest.approx(0.05 * step / 40, rel=0.1)
-    assert table.begin_20 > 0.015 / 4  # where 10 % no longer passes, and not before
-    assert table.begin_prefill == pytest.approx(0.02 / 4, rel=0.5)
     (tmp_path / "t.json").write_text(table.to_json())
     assert Thresholds.read(tmp_path / "t.json") == table
 

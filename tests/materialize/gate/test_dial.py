@@ -28,6 +28,7 @@ from semblend.materialize.gate.thresholds import (
     MAX_UNPROBED,
     NUMBERS,
     RECOMPUTE_LEVELS,
+    STEPS,
     DialTable,
     PassageOrder,
     RiskFeatures,
@@ -57,7 +58,6 @@ def make_measure(hardness: float, order: PassageOrder = IN_ORDER) -> PromptMeasu
             Moved(hardness / (1 + percent), hardness > 0.5),
             hardness,
             0.05 + percent / 100,
-            glance=math.sqrt(hardness),
             features=RiskFeatures(hardness, hardness, math.sqrt(hardness), 1.0) if percent else None,
         )
         for percent in RECOMPUTE_LEVELS
@@ -85,17 +85,22 @@ def test_up_to_balanced_nothing_is_served_that_no_repair_has_probed():
     assert choose_level(expected, math.nextafter(MAX_UNPROBED, 1)).percent == 0
 
 
+def test_passages_that_moved_are_never_served_unprobed():
+    means = dict.fromkeys(PassageOrder, dict.fromkeys(RECOMPUTE_LEVELS, 0.001))
+    dial = DialTable(means, TABLE.repair)
+    assert [dial.begin(order, 0.3).percent for order in PassageOrder] == [0, 10, 10]
+
+
 def test_what_is_not_a_number_is_never_expected_to_be_close():
     assert choose_level({10: math.nan, 20: math.inf}, 1e3).percent is None
     gate = Gate(nats=0.1, dial=TABLE, order=IN_ORDER)
-    assert gate.begin(math.nan).percent is None
     assert not gate.accepts(10, gate.expect(10, RiskFeatures(math.nan, 0.0, 0.0, 0.0)))
 
 
 @given(st.sampled_from(MEASURES), nats, nats)
 def test_through_a_fitted_table_a_larger_number_begins_with_no_dearer_way(measure, one, other):
     small, large = (Gate(nats=number, dial=TABLE, order=measure.order) for number in sorted((one, other)))
-    assert cost(large.begin(measure.glance).percent) <= cost(small.begin(measure.glance).percent)
+    assert cost(large.begin().percent) <= cost(small.begin().percent)
 
 
 def test_the_fit_keeps_its_word_on_the_prompts_it_was_made_of():
@@ -125,20 +130,18 @@ def test_too_few_prompts_make_no_dial_and_an_order_that_was_not_measured_is_not_
 
 
 def test_thresholds_scale_with_the_number_and_stand_as_they_are_at_balanced():
-    table = Thresholds(0.01, 0.02, 0.03, begin_prefill=0.1)
+    table = Thresholds(0.01, 0.02, 0.03)
     still, wide = Gate(table), Gate(table, 0.08)
     assert still.accepts(10, 0.01)
     assert not still.accepts(10, 0.011)
     assert wide.accepts(10, 0.04)
     assert not wide.accepts(10, 0.041)
-    assert still.begin(0.1).percent is None  # the deviation grows with the root of the divergence
-    assert wide.begin(0.19).percent == 10
-    assert wide.begin(0.2).percent is None
+    assert still.begin().percent == wide.begin().percent == 10  # nothing was measured: the smallest repair will tell
 
 
 def test_a_plan_that_cannot_stay_below_a_number_is_a_prefill_at_once():
     means = {IN_ORDER: {0: 0.01, 10: 0.002}, REORDERED: {0: 0.3, 10: 0.2, 20: 0.1, 40: 0.06}}
-    thresholds = Thresholds(0.01, 0.01, 0.01, dial=DialTable(means, TABLE.glance, TABLE.repair))
+    thresholds = Thresholds(0.01, 0.01, 0.01, dial=DialTable(means, TABLE.repair))
     assert prefill_at_once(thresholds, PLAIN, 0.05) is None
     assert prefill_at_once(thresholds, TURNED, 0.1) is None
     choice = prefill_at_once(thresholds, TURNED, 0.05)
@@ -168,7 +171,7 @@ def test_a_dial_survives_its_file_and_a_wrong_one_is_refused(tmp_path):
     path = tmp_path / "table.json"
     path.write_text(Thresholds(0.01, 0.02, 0.03, dial=TABLE).to_json())
     assert Thresholds.read(path).dial == TABLE
-    for wrong in ({"glance": {"10": [1.0]}}, {"means": {"sideways": {}}}, {"repair": {"10": [math.nan] * 6}}, [1]):
+    for wrong in ({"repair": {"10": [1.0]}}, {"means": {"sideways": {}}}, {"repair": {"10": [math.nan] * 6}}, [1]):
         text = path.read_text().replace('"dial": {', f'"dial": {_dump(wrong)}, "was": {{')
         with pytest.raises(ConfigError) as refused:
             Thresholds.from_json(text)
@@ -193,7 +196,7 @@ def test_order_noise_is_measured_only_where_passages_have_moved():
 def measure_alike(deviation: float, moved: float, entropy: float, divergence: float) -> PromptMeasure:
     features = RiskFeatures(moved, moved, deviation, entropy)
     ways = tuple(
-        WayMeasure(percent, Moved(divergence, False), divergence, 0.1, deviation, features if percent else None)
+        WayMeasure(percent, Moved(divergence, False), divergence, 0.1, features if percent else None)
         for percent in RECOMPUTE_LEVELS
     )
     return PromptMeasure(IN_ORDER, ways)
@@ -206,15 +209,12 @@ signs = st.tuples(st.floats(1e-3, 1.0), st.floats(1e-4, 1.0), st.floats(0.0, 6.0
 @given(st.lists(signs, min_size=24, max_size=40), st.floats(1e-5, 1.0), st.floats(1.0, 100.0))
 def test_whatever_was_measured_kv_that_deviates_more_is_expected_to_be_further_from_cold(measured, deviation, times):
     table = fit_dial([measure_alike(*one) for one in measured])
-    for percent in RECOMPUTE_LEVELS:
-        near, far = (table.expect_by_glance(IN_ORDER, one)[percent] for one in (deviation, deviation * times))
+    for percent in STEPS:
+        near, far = (
+            table.expect_by_repair(IN_ORDER, percent, RiskFeatures(0.01, 0.01, one, 1.0))
+            for one in (deviation, deviation * times)
+        )
         assert far >= near
-        if percent:
-            near, far = (
-                table.expect_by_repair(IN_ORDER, percent, RiskFeatures(0.01, 0.01, one, 1.0))
-                for one in (deviation, deviation * times)
-            )
-            assert far >= near
 
 
 @given(st.lists(signs, min_size=6, max_size=40))

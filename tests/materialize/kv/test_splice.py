@@ -13,10 +13,17 @@ from hypothesis import strategies as st  # noqa: E402
 from plain_attention import attend_plain  # noqa: E402
 
 from semblend.errors import InputError  # noqa: E402
+from semblend.materialize.kv import splice as splicing  # noqa: E402
 from semblend.materialize.kv.layout import KvLayout  # noqa: E402
 from semblend.materialize.kv.moves import DonorTensors, Move  # noqa: E402
 from semblend.materialize.kv.rope import RopeSpec  # noqa: E402
-from semblend.materialize.kv.splice import splice, splice_plain, stage_on_device  # noqa: E402
+from semblend.materialize.kv.splice import (  # noqa: E402
+    gather_plain,
+    gather_staged,
+    splice,
+    splice_plain,
+    stage_on_device,
+)
 
 LAYERS, HEADS, DIM, SLOTS = 3, 2, 8, 48
 ROPE = RopeSpec.plain(DIM)
@@ -49,6 +56,18 @@ def test_slots_that_no_move_names_are_left_alone():
     others = torch.tensor([s for s in range(SLOTS) if s not in (3, 9, 8, 40)])
     for layer in range(LAYERS):
         assert all((part == 77.0).all() for part in layout.gather(layer, others))
+
+
+@pytest.mark.parametrize("staged_layers", [0, 1, 2, 9])
+@pytest.mark.parametrize("layers", [None, [2, 0]])
+def test_gathering_a_few_layers_at_a_time_equals_layer_by_layer(staged_layers, layers, monkeypatch):
+    layout, slots = KvLayout.of_pool(*torch.randn(2, LAYERS, SLOTS, HEADS, DIM)), torch.randperm(SLOTS)[:11]
+    monkeypatch.setattr(splicing, "STAGED_BYTES", staged_layers * 2 * 11 * HEADS * DIM * 4)
+    shape = (LAYERS if layers is None else len(layers), 11, HEADS, DIM)
+    expected, got = ([torch.empty(shape) for _ in range(2)] for _ in range(2))
+    gather_plain(layout, slots, *expected, layers)
+    gather_staged(layout, slots, *got, layers)
+    assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 8), st.integers(-5000, 5000)), max_size=5))

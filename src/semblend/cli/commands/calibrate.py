@@ -6,7 +6,6 @@ import argparse
 import hashlib
 import itertools
 import json
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -191,19 +190,13 @@ def as_table(thresholds: Thresholds) -> str:
     from semblend.materialize.gate.thresholds import STEPS
 
     by_step = thresholds.provenance["steps"]
-    begins = {10: 0.0, 20: thresholds.begin_20, 40: thresholds.begin_40}
     rows = []
     for step in STEPS:
         one = by_step[str(step)]
         passing = round(one["passing"] * one["pairs"])
-        begin = "escalation only" if begins[step] == math.inf else f"{begins[step]:.4f}"
-        rows.append(
-            (f"{step} %", f"{thresholds.after(step):.5f}", begin, one["pairs"], passing, f"{one['false_safe']:.1%}")
-        )
-    head = ("computed again", "largest risk", "from deviation", "prompts", "pass", "damaged of those")
-    text = table(rows, head=head, right=(1, 2, 3, 4, 5))
-    if thresholds.begin_prefill < math.inf:
-        text += f"\nfrom deviation {thresholds.begin_prefill:.4f} on: a prefill at once"
+        rows.append((f"{step} %", f"{thresholds.after(step):.5f}", one["pairs"], passing, f"{one['false_safe']:.1%}"))
+    head = ("computed again", "largest risk", "prompts", "pass", "damaged of those")
+    text = table(rows, head=head, right=(1, 2, 3, 4))
     prompts, target = thresholds.provenance["prompts"], thresholds.provenance["false_safe_target"]
     if target and prompts < 1 / target:
         say(f"{prompts} prompts cannot tell {target:.0%} from none; measure {round(1 / target)} before serving with it")

@@ -131,6 +131,7 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
         self._spare = RefusingConnector(int(vllm_config.cache_config.block_size or 1))  # answers where ours fails
         self._worker: WorkerConnector | RefusingConnector = self._spare
         self._ranks, self._failures = RankWatch(), FailureLog()
+        self._is_part = find_multi_connector() is not None  # of a MultiConnector, beside others
         self._untold: list[tuple[str, str, str]] = []  # failures that go to the scheduler with the next report
         self._tally: telemetry.MetricsTally | None = None
         self._admin: AdminSocket | None = None
@@ -145,7 +146,7 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = SchedulerConnector(facts, self._settings, semblend, outcomes=outcomes)
             self._admin = open_admin(self._settings, self._scheduler)
             share_donors(self._settings, self._scheduler, vllm_config, kv_cache_config)
-            if find_multi_connector() is None:  # else these settings are one part's, and vLLM reads the others
+            if not self._is_part:  # else these settings are one part's, and vLLM reads the others
                 self.adapt(self._kv_transfer_config)
 
     def adapt(self, transfer: Any) -> None:
@@ -300,7 +301,7 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
         there a pass of ours could overwrite what sampling is about to read.
         """
         super().bind_connector_metadata(connector_metadata)
-        with self._guard("before_step"):
+        with self._guard("before_step"), self._ranks.work():
             self._worker.before_step(self._orders)
         with self._guard("load"), self._ranks.work():
             self._worker.load(self._orders)
@@ -358,6 +359,9 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
             self._worker.capture(self._orders)
         with self._guard("capture"):
             self._spare.capture(self._orders)  # what is left of them is told as not captured
+        if self._is_part:  # another connector may write blocks that are given away, on a stream of its own
+            with self._guard("capture"), self._ranks.work():
+                self._worker.copy_out()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         invalid = self._spare.take_invalid_blocks()

@@ -39,7 +39,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """Copy the KV of a prompt that was computed exactly, after this step's forward pass.
+    """Copy the KV of a prompt that was computed exactly, between this step's forward pass and the next step.
 
     ``publication``: where it goes in the donor directory. ``tenant``: whose share of the donor memory it takes.
     """

@@ -18,7 +18,6 @@ for it and none can go on alone.
 from __future__ import annotations
 
 import logging
-import math
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -49,7 +48,7 @@ from semblend.materialize.gate.thresholds import RiskFeatures, compute_entropy, 
 from semblend.materialize.kv.moves import DonorTensors, Move
 from semblend.materialize.kv.splice import splice
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
-from semblend.plan.selection import SELECTIONS, Positions, Scores, count_leading_layers, select_largest
+from semblend.plan.selection import SELECTIONS, Positions, Scores, count_leading_layers
 from semblend.quality import GATED_MODE, find_path, parse_quality, read_nats
 
 log = logging.getLogger("semblend.materialize")
@@ -299,7 +298,6 @@ class Blender:
             exact_until=self._find_exact_end(state),
             decision=decision,
             features=state.features,
-            glance=state.glance,
             deep=state.deep,
             passes=tuple(state.passes),
         )
@@ -326,14 +324,10 @@ def _decline_failure(error: Exception) -> Decline:
 # -- Repairs of mode balanced: compute more of the reused tokens again until the answer is expected to be close to
 # cold.
 #
-# A glance at layer 1 says with which step to begin. Each step computes the tokens that the question attends to most
-# (and, from 20 % on, that deviate most), and what this changed tells how far the answer would be from a cold one.
-# While that is more than the gate allows (`semblend.materialize.gate.gate`) the next step follows, then a full
-# prefill. Where the dial expects little enough after the glance, no step is needed.
-
-
-PROBE_TOKENS = 256
-"""The most attended donor tokens, whose deviation at layer 1 tells easy prompts from hard ones."""
+# The gate says with which step to begin (`semblend.materialize.gate.gate`); at some numbers no step is needed. Each
+# step computes the tokens that the question attends to most (and, from 20 % on, that deviate most), and what this
+# changed tells how far the answer would be from a cold one. While that is more than the gate allows the next step
+# follows, then a full prefill.
 
 
 class Repair:
@@ -348,9 +342,11 @@ class Repair:
         "rejected" where only a full prefill is left to do, and the engine does that itself.
         """
         settings, passes = self._settings, self._passes
-        steps = yield from self._choose_steps(state)
-        if steps is None:
+        begin = state.gate.begin()
+        if begin.percent == 0:
+            state.risk = begin.expected
             return "accepted"
+        steps = [step for step in settings.steps if begin.percent is not None and step.percent >= begin.percent]
         for number, step in enumerate(steps):
             chosen = yield from self._choose_tokens(state, step)
             if not len(chosen):  # this step adds nothing to what is computed already
@@ -381,31 +377,6 @@ class Repair:
         yield from passes.put_aside(state)
         yield from passes.prefill(state)
         return "prefill"
-
-    def _choose_steps(self, state: BlendState) -> Pieces[tuple[Step, ...] | None]:
-        """The steps that are worth their work, by how far off the donor KV is that the question attends to most.
-
-        None where no repair is needed; empty where only a prefill will do.
-        """
-        if not state.gate.glances or state.mass is None:
-            return self._settings.steps
-        stale = state.stale
-        most = select_largest(stale, state.mass[stale], PROBE_TOKENS)
-        if not len(most):
-            return ()
-        observer = KvDeviation(layer=1)
-        yield from self._passes.put_aside(state)
-        yield from self._passes.run_layers(state, "glance", most, observer, layers=1)
-        deviation = float(np.average(self._ranks.read(observer.relative), weights=state.mass[most] + 1e-12))
-        state.glance = deviation
-        choice = state.gate.begin(deviation)
-        if math.isfinite(choice.expected):
-            state.risk = choice.expected
-        if choice.percent is None:
-            return ()
-        return (
-            tuple(step for step in self._settings.steps if step.percent >= choice.percent) if choice.percent else None
-        )
 
     def _run_step(
         self, state: BlendState, step: Step, chosen: Positions, rows: Positions, watch: AttentionMass | None

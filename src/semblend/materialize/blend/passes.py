@@ -125,7 +125,6 @@ class BlendState:
     looked_at: tuple[Tensor, Tensor] | None = None  # by the canary: positions, and the error of each on this rank
     risk: float | None = None
     features: RiskFeatures | None = None
-    glance: float | None = None
     escalations: int = 0
     repaired: int = 0  # chosen by steps of the gate; heads of spans and the prompt's end come on top
     load_ms: float = 0.0

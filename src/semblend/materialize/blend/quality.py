@@ -214,8 +214,8 @@ class Blended:
 
     ``exact_until``: KV of positions before it is what a cold prefill computes; from it on it is an approximation and
     must enter no exact cache. ``decision``: exact, fast, accepted, over_budget, prefill. ``risk`` is the divergence
-    from cold, in nats, that ``features`` let expect; ``glance`` is the layer-1 deviation seen before the first repair,
-    ``deep`` that of the canary's sample above layer 0, in what a layer's rows differ by.
+    from cold, in nats, that ``features`` let expect; ``deep`` is the deviation of the canary's sample above layer 0, in
+    what a layer's rows differ by.
     ``compute_ms`` is the time of passes, with their canary and logits; what is worked out between them is not in it.
     ``work`` is what all passes computed, as a share of a cold prefill; more than 1 where the gate refused.
     """
@@ -236,7 +236,6 @@ class Blended:
     recomputed_runs: tuple[tuple[int, int], ...] = ()
     """Runs ``[start, end)`` of the prompt that a donor held and that were computed again."""
     features: RiskFeatures | None = None
-    glance: float | None = None
     deep: float | None = None
     work: float = 0.0
 

@@ -16,13 +16,13 @@ from typing import TypeVar
 from semblend.materialize.gate.thresholds import (
     DEFAULT,
     NUMBERS,
+    STEPS,
     DialTable,
     PassageOrder,
     PlanShape,
     RecomputeLevel,
     RiskFeatures,
     Thresholds,
-    choose_level,
 )
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.prompt import Namespace
@@ -34,8 +34,7 @@ class Gate:
     """The gate of one prompt at one number of nats.
 
     With a ``dial``, which was measured for the model at any number, by what that expects of prompts whose passages have
-    this ``order``. Without one by ``thresholds``, which hold at .02 nats, at another number scaled with it: divergence
-    grows with the square of the deviation, so the deviations to begin with grow with the number's root.
+    this ``order``. Without one by ``thresholds``, which hold at .02 nats, at another number scaled with it.
     """
 
     thresholds: Thresholds = DEFAULT
@@ -49,18 +48,11 @@ class Gate:
         shape = PlanShape.of(plan)
         return cls(thresholds, nats, _find_dial(thresholds, shape), shape.order)
 
-    @property
-    def glances(self) -> bool:
-        """Whether a look at layer 1 can change anything."""
-        return self.dial is not None or self.thresholds.glances
-
-    def begin(self, deviation: float) -> RecomputeLevel:
-        """The level to begin with, by the layer-1 deviation."""
+    def begin(self) -> RecomputeLevel:
+        """The level to begin with, known before anything is computed."""
         if self.dial is not None:
-            return choose_level(self.dial.expect_by_glance(self.order, deviation), self.nats)
-        percent = self.thresholds.first_step(deviation / math.sqrt(self._scale) if self._scale else math.inf)
-        why = f"layer 1 is off by {deviation:.3g}, as thresholds for {self.nats:g} nats take it"
-        return RecomputeLevel(percent, math.nan, why)
+            return self.dial.begin(self.order, self.nats)
+        return RecomputeLevel(STEPS[0], math.nan, "nothing was measured of such prompts: the smallest repair will tell")
 
     def expect(self, percent: int, features: RiskFeatures) -> float:
         """Divergence from cold that an answer would have after this repair, in nats."""
@@ -70,20 +62,13 @@ class Gate:
 
     def accepts(self, percent: int, expected: float) -> bool:
         """Whether this is close enough."""
-        return expected <= (self.nats if self.dial is not None else self.thresholds.after(percent) * self._scale)
-
-    @property
-    def _scale(self) -> float:
-        return self.nats / MODE_NATS["balanced"]
+        scaled = self.thresholds.after(percent) * self.nats / MODE_NATS[GATED_MODE]
+        return expected <= (self.nats if self.dial is not None else scaled)
 
 
 def prefill_at_once(thresholds: Thresholds, plan: ReusePlan, nats: float) -> RecomputeLevel | None:
     """The choice of a prefill before anything is computed, where no level is expected to be close enough; else None."""
-    shape = PlanShape.of(plan)
-    dial = _find_dial(thresholds, shape)
-    if dial is None:
-        return None
-    choice = choose_level(dial.expect_by_plan(shape.order), nats)
+    choice = Gate.of(thresholds, plan, nats).begin()
     return choice if choice.percent is None else None
 
 
@@ -94,11 +79,11 @@ def _find_dial(thresholds: Thresholds, shape: PlanShape) -> DialTable | None:
 
 # -- What became of earlier plans of each kind, so that a plan that is likely to be in vain is not begun.
 #
-# A plan that the gate refuses costs more than a cold prefill: the first pass, the glance and the repairs come on top of
-# it. So the memory keeps, for each kind of plan (`semblend.materialize.gate.thresholds`), the mean cost of those that
-# were begun, where 1 is a cold prefill. A kind whose mean is 1 or more is not begun. Before the first plan of a kind,
-# what was measured with the model's thresholds counts, if anything was. Every so often one is begun all the same, so
-# that a kind can recover; retries are so rare that they cost `RETRY_BUDGET` of a prefill on average.
+# A plan that the gate refuses costs more than a cold prefill: the first pass and the repairs come on top of it. So the
+# memory keeps, for each kind of plan (`semblend.materialize.gate.thresholds`), the mean cost of those that were begun,
+# where 1 is a cold prefill. A kind whose mean is 1 or more is not begun. Before the first plan of a kind, what was
+# measured with the model's thresholds counts, if anything was. Every so often one is begun all the same, so that a kind
+# can recover; retries are so rare that they cost `RETRY_BUDGET` of a prefill on average.
 #
 # - A namespace learns from its own requests only. A memory for all would tell one tenant, by the time a prompt takes,
 #   what others send, and would let one tenant spoil the reuse of the others.

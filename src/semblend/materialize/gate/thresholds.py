@@ -1,8 +1,7 @@
 """What the gate goes by, for each model: data, with where it comes from.
 
 After recomputing 10, 20 or 40 % of the reused tokens the gate estimates how far the answer would be from a cold one
-(`RiskModel`). At or below the threshold the prompt is answered; above it, more is recomputed. Where a glance at layer 1
-already shows how far donor KV is off, the small steps are left out: they would be lost work.
+(`RiskModel`). At or below the threshold the prompt is answered; above it, more is recomputed.
 `semblend.materialize.calibrate` measures a table.
 """
 
@@ -205,10 +204,10 @@ def next_token_kl(now: Tensor, before: Tensor) -> float:
 #
 # The ways, by rising cost: donor KV with its seams and gaps computed (0 %), then 10, 20 or 40 % of the reused tokens
 # computed again, then a prefill. A `DialTable` holds what `semblend calibrate` measured for a model: how far the answer
-# of each way is from a cold one, as it can be expected at three moments.
+# of each way is from a cold one, as it can be expected at two moments.
 #
-#     the plan is known    mean by the order of its passages; where no way is below the number: a prefill at once
-#     after the first pass the layer-1 deviation of what the question attends to most chooses the way to begin with
+#     the plan is known    the mean by the order of its passages says with which way to begin; where no way is below
+#                          the number: a prefill at once
 #     after a repair       what the repair changed says whether it was enough; if not, the next way follows
 #
 # A larger number never chooses a dearer way, and no way is chosen whose expected divergence is above the number.
@@ -223,8 +222,9 @@ FALSE_SAFE_TIMES = 5.0
 MAX_UNPROBED = MODE_NATS["balanced"]
 """Up to this number nothing is served that no repair has probed.
 
-A repair is a measurement of the prompt itself; before it there is only what layer 1 shows. And splices alone change
-words: KL .007, but F1 .885 against cold for one document under another instruction (decisions/divergence-budget.md).
+A repair is a measurement of the prompt itself; before it there is only what other prompts have shown. And splices alone
+change words: KL .007, but F1 .885 against cold for one document under another instruction
+(decisions/divergence-budget.md).
 """
 MIN_OF_AN_ORDER = 8
 """Prompts of an order of passages, below which nothing is expected of it."""
@@ -243,15 +243,17 @@ class RecomputeLevel:
     reason: str
 
 
-def choose_level(expected: Mapping[int, float], nats: float) -> RecomputeLevel:
+def choose_level(expected: Mapping[int, float], nats: float, *, unprobed: bool = True) -> RecomputeLevel:
     """The cheapest way that is expected to stay below ``nats``; ``expected`` by percent.
+
+    ``unprobed``: whether donor KV alone may be served, at a number above `MAX_UNPROBED`.
 
     >>> choose_level({0: .2, 10: .04, 20: .03}, .05).percent
     10
     >>> choose_level({0: .2, 10: .04}, .01).reason
     'at best 0.04 nats are expected, 0.01 are allowed'
     """
-    allowed = [percent for percent in sorted(expected) if percent or nats > MAX_UNPROBED]
+    allowed = [percent for percent in sorted(expected) if percent or (unprobed and nats > MAX_UNPROBED)]
     for percent in allowed:
         if bound_risk(expected[percent]) <= nats:
             return RecomputeLevel(percent, expected[percent], f"{expected[percent]:.3g} of {nats:g} nats are expected")
@@ -264,39 +266,31 @@ class DialTable:
     """Expected divergence from cold by way, in nats; empty where nothing was measured.
 
     ``means``: by order of passages and way, the mean of what was measured.
-    ``glance``: by way, weights of the logarithm of the layer-1 deviation, of each order, and a constant.
     ``repair``: by way, weights of `RiskFeatures.logs` without its constant, of each order, and a constant.
     Weights give the logarithm of the expected divergence.
     """
 
     means: Mapping[PassageOrder, Mapping[int, float]] = field(default_factory=dict)
-    glance: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
     repair: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, rows, length in (("glance", self.glance, 1), ("repair", self.repair, 3)):
-            for percent, weights in rows.items():
-                if len(weights) != length + len(_ORDERS) or not all(map(math.isfinite, weights)):
-                    raise ConfigError(
-                        f"the dial's {name} row for {percent} % has weights {weights}",
-                        hint=f"give {length + len(_ORDERS)} numbers, as `semblend calibrate` writes them",
-                    )
+        for percent, weights in self.repair.items():
+            if len(weights) != 3 + len(_ORDERS) or not all(map(math.isfinite, weights)):
+                raise ConfigError(
+                    f"the dial's row for {percent} % has weights {weights}",
+                    hint=f"give {3 + len(_ORDERS)} numbers, as `semblend calibrate` writes them",
+                )
         for order, row in self.means.items():
             if any(not (math.isfinite(nats) and nats >= 0) for nats in row.values()):
                 raise ConfigError(f"the dial's means of {order} are {dict(row)}", hint="give nats of 0 or more")
 
     def knows(self, order: PassageOrder) -> bool:
         """Whether prompts of this order were measured."""
-        return bool(self.means.get(order)) and bool(self.glance) and bool(self.repair)
+        return bool(self.means.get(order)) and bool(self.repair)
 
-    def expect_by_plan(self, order: PassageOrder) -> Mapping[int, float]:
-        """By way, before anything is computed."""
-        return self.means[order]
-
-    def expect_by_glance(self, order: PassageOrder, deviation: float) -> dict[int, float]:
-        """By way, after the first pass. What is no number is the worst."""
-        features = make_glance_features(order, deviation)
-        return {percent: _expect(weights, features) for percent, weights in self.glance.items()}
+    def begin(self, order: PassageOrder, nats: float) -> RecomputeLevel:
+        """The way to begin with, before anything is computed. Passages that moved are never served unprobed."""
+        return choose_level(self.means[order], nats, unprobed=order is PassageOrder.IN_ORDER)
 
     def expect_by_repair(self, order: PassageOrder, percent: int, features: RiskFeatures) -> float:
         """Of the way that was taken."""
@@ -312,17 +306,8 @@ class DialTable:
             PassageOrder(order): {int(percent): float(nats) for percent, nats in row.items()}
             for order, row in record.get("means", {}).items()
         }
-        glance, repair = (
-            {int(percent): tuple(map(float, weights)) for percent, weights in record.get(name, {}).items()}
-            for name in ("glance", "repair")
-        )
-        return cls(means, glance, repair)
-
-
-def make_glance_features(order: PassageOrder, deviation: float) -> tuple[float, ...]:
-    """What the weights of `DialTable.glance` weigh."""
-    deviation = deviation if math.isfinite(deviation) else 1 / _LEAST
-    return (math.log(max(deviation, _LEAST)), *_mark_order(order))
+        repair = {int(percent): tuple(map(float, row)) for percent, row in record.get("repair", {}).items()}
+        return cls(means, repair)
 
 
 def make_repair_features(order: PassageOrder, features: RiskFeatures) -> tuple[float, ...]:
@@ -348,9 +333,6 @@ STEPS = (10, 20, 40)
 class Thresholds:
     """Largest expected divergence, in nats, that passes after each step; ``provenance`` says who measured it, and when.
 
-    Layer-1 deviation of the most attended donor tokens from which on the gate begins with 20 %, with 40 %, or with a
-    prefill: ``begin_20``, ``begin_40``, ``begin_prefill``.
-
     These hold in mode balanced, at .02 nats; at another number they are scaled. ``dial``: what was measured for every
     number, which then counts instead. ``borrowed_dial``: that of other models, for orders of passages that ``dial``
     does not know; no part of a file, who chooses a table lends it (`gate.chosen_table`).
@@ -359,16 +341,11 @@ class Thresholds:
 
     >>> Thresholds(.01, .02, .02).after(20)
     0.02
-    >>> Thresholds(.01, .02, .02, begin_40=.03, begin_prefill=.05).first_step(.04)
-    40
     """
 
     kl_10: float
     kl_20: float
     kl_40: float
-    begin_20: float = math.inf
-    begin_40: float = math.inf
-    begin_prefill: float = math.inf
     risk: RiskModel = field(default_factory=lambda: RiskModel({}))
     dial: DialTable = field(default_factory=DialTable)
     borrowed_dial: DialTable = field(default_factory=DialTable)
@@ -379,25 +356,9 @@ class Thresholds:
         for step in STEPS:
             if not math.isfinite(self.after(step)) or self.after(step) < 0:
                 raise ConfigError(f"the threshold for {step} % is {self.after(step)}", hint="give nats of 0 or more")
-        for name in ("begin_20", "begin_40", "begin_prefill"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}", hint="give a deviation of 0 or more")
         for kind, cost in self.expected_costs.items():
             if not math.isfinite(cost) or cost < 0:
                 raise ConfigError(f"the expected cost of {kind!r} is {cost}", hint="give a share of a cold prefill")
-
-    @property
-    def glances(self) -> bool:
-        """Whether a look at layer 1 can change anything."""
-        return min(self.begin_20, self.begin_40, self.begin_prefill) < math.inf
-
-    def first_step(self, deviation: float) -> int | None:
-        """The percentage to begin with; None: a prefill. What is no number is the worst."""
-        if not deviation < self.begin_prefill and self.begin_prefill < math.inf:
-            return None
-        if not deviation < self.begin_40 and self.begin_40 < math.inf:
-            return 40
-        return 20 if not deviation < self.begin_20 and self.begin_20 < math.inf else 10
 
     def after(self, step: int) -> float:
         """The threshold once ``step`` percent were computed again; between steps the stricter neighbour holds."""
@@ -417,8 +378,7 @@ class Thresholds:
         record = asdict(self)
         del record["borrowed_dial"]
         record["risk"] = record["risk"]["weights"]
-        finite = {name: None if value == math.inf else value for name, value in record.items()}
-        return json.dumps({"schema": SCHEMA, **finite}, indent=2, sort_keys=True)
+        return json.dumps({"schema": SCHEMA, **record}, indent=2, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "thresholds") -> Thresholds:
@@ -427,8 +387,6 @@ class Thresholds:
             if record["schema"] != SCHEMA:
                 raise ValueError(f"schema {record['schema']!r}, not {SCHEMA!r}")
             values = {f"kl_{step}": float(record[f"kl_{step}"]) for step in STEPS}
-            for name in ("begin_20", "begin_40", "begin_prefill"):
-                values[name] = math.inf if record.get(name) is None else float(record[name])
             weights = {int(step): tuple(map(float, row)) for step, row in record.get("risk", {}).items()}
             costs = {str(kind): float(cost) for kind, cost in record.get("expected_costs", {}).items()}
             return cls(
@@ -461,10 +419,9 @@ def _read_file(file: Traversable) -> Thresholds:
 
 
 DEFAULT = _read_file(_FILES / "default.json")
-"""For models that nobody measured: strict thresholds for passages in order, and one dial for passages that moved.
+"""For models that nobody measured: one dial that was fitted on three, and strict thresholds for parts of a donor.
 
-By thresholds alone, passages that moved were served too: 10 of 66 were false safes on two models, and a prefill would
-have been as cheap (1.18 and .94 of its work). Of passages in order, none of 182 was (decisions/divergence-budget.md).
+Fitted on two of them it judged the third without a false safe (decisions/divergence-budget.md).
 """
 
 
@@ -557,7 +514,9 @@ def choose_table(*model_names: str, file: str | Path = "") -> ChosenTable:
 
 def borrow_dial(table: Thresholds) -> Thresholds:
     """The same table; moved passages that its own dial does not know go by the default's, not by thresholds alone."""
-    moved = (order for order in PassageOrder if order is not PassageOrder.IN_ORDER)
-    if all(table.dial.knows(order) for order in moved):
+    moved: dict[PassageOrder, Mapping[int, float]] = {
+        order: row for order, row in DEFAULT.dial.means.items() if order is not PassageOrder.IN_ORDER
+    }
+    if all(map(table.dial.knows, moved)):
         return table
-    return replace(table, borrowed_dial=DEFAULT.dial)
+    return replace(table, borrowed_dial=replace(DEFAULT.dial, means=moved))

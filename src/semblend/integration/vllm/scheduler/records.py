@@ -9,7 +9,7 @@ from typing import Any
 from semblend.confirm.receipt import Receipt, RequestFacts, build_receipt
 from semblend.integration.vllm.settings import ConnectorSettings
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
-from semblend.prompt import Namespace, Prompt, name_tenant
+from semblend.prompt import LatePrompt, Namespace, Prompt, name_tenant
 from semblend.quality import RequestOptions, read_request_options
 from semblend.session.session import LoadResult, ReuseSession, SessionRequest, is_given
 from semblend.session.sessions import choose_mode
@@ -222,7 +222,7 @@ def make_record(request: Any, facts: EngineFacts, settings: ConnectorSettings) -
     options, namespace = read_options(request), build_namespace(request, facts.namespace)
     asked = SessionRequest(
         request.request_id,
-        Prompt(request.prompt_token_ids, namespace=namespace),
+        LatePrompt(request.prompt_token_ids, namespace),
         quality=options.quality,
         unsupported=explain_decline(request, require_cache_salt=settings.require_cache_salt) or "",
         opt_out=options.opt_out,

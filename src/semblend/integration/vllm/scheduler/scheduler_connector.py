@@ -221,7 +221,8 @@ class SchedulerConnector:
                 continue
             end = computed + output.num_scheduled_tokens[request_id]
             start = computed if record is None else record.begin_step(computed)
-            computed_now = add_computed(computed_now, record, start, end, self.facts.block_tokens)
+            if asks:
+                computed_now = add_computed(computed_now, record, start, end, self.facts.block_tokens)
             if record is not None and not record.has_answered and end >= len(record.prompt):
                 served.append(request_id)
                 tokens = self.sessions.answer(record)

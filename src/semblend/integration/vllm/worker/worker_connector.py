@@ -4,9 +4,10 @@
               piece by piece, a part of each step (`LoadQueue`), before the step's forward pass. A load that is refused
               or fails is told as invalid blocks, in the step in which it ends: vLLM has computed nothing on them, and
               prefills the prompt itself
-    capture   after the step's forward pass: exact prompts become donors, in host memory, under a byte budget. On a GPU
-              the copies are queued beside the next steps; a request that ends before its copy has arrived gives its
-              blocks away, and the step that gets them is ordered behind the copy (`before_step`)
+    capture   exact prompts become donors, in host memory, under a byte budget. They are copied when the next step
+              begins, before anything of it is computed (`before_step`): the answer does not wait for it, and nobody has
+              written their blocks. On a GPU the copies are queued beside the next steps; a request that ends before its
+              copy has arrived gives its blocks away, and the step that gets them is ordered behind the copy
 
 Nothing raises: what failed stands in the report and in the log, a load that was ordered is refused, and a capture is
 told as not captured. The one exception is a `RankError`: a failure on one of several tensor-parallel ranks, while all
@@ -88,6 +89,9 @@ class RefusingConnector:
 
     def before_step(self, orders: Orders) -> None:
         """No capture is under way."""
+
+    def copy_out(self) -> None:
+        """There is nothing to copy."""
 
     def load(self, orders: Orders) -> None:
         loads, orders.loads = orders.loads, []
@@ -177,6 +181,7 @@ class WorkerConnector(RefusingConnector):
         if directory is not None:
             directory.verify_ahead()
         self.donor_kv.reserve(model.device)
+        self._due: list[Capture] = []  # ordered in the last step
         self._reading: dict[str, Arrival] = {}
         self._blenders: dict[str, Blender] = {}
         self._pace = Pace(quality.piece_ms)
@@ -215,7 +220,9 @@ class WorkerConnector(RefusingConnector):
             log.warning("SemBlend was not warmed up: %s", error, exc_info=True)
 
     def before_step(self, orders: Orders) -> None:
-        """Before anything of a step is computed: blocks that have a new owner may still be read by a capture."""
+        """Before anything of a step is computed: the last step's captures, and the wait for those that still read
+        blocks which have a new owner."""
+        self.copy_out()
         freed, orders.freed = orders.freed, []
         for request_id in freed:
             with self._guard("wait for a capture", request_id):
@@ -253,11 +260,18 @@ class WorkerConnector(RefusingConnector):
             self._finish(load, outcome)
 
     def capture(self, orders: Orders) -> None:
-        """After the step's forward pass."""
-        captures, orders.captures = orders.captures, []
+        """After the step's forward pass: what to copy is noted, and copied before the next one (`copy_out`)."""
+        self._report.not_captured.update((order.donor_id, order.generation) for order in self._due)  # written meanwhile
+        self._due, orders.captures = orders.captures, []
         publications, orders.publications = orders.publications, []
         served, orders.served = orders.served, []
         self._report.served.extend(served)
+        for publication in publications:
+            self._publish(publication)
+
+    def copy_out(self) -> None:
+        """Copy what the last step ordered. Nothing may have been computed since: the blocks may be others' by now."""
+        captures, self._due = self._due, []
         for order in captures:
             key = (order.donor_id, order.generation)
             try:
@@ -274,10 +288,7 @@ class WorkerConnector(RefusingConnector):
                 self._note_failure("capture", error, order.donor_id)
                 continue
             if order.publication is not None:
-                publications.append(order.publication)
-        for publication in publications:
-            with self._guard("publish", publication.donor_id):
-                self._publish(publication)
+                self._publish(order.publication)
         if captures:
             with self._guard("count donors"):
                 self._report.donor_bytes = dict(self.donor_kv.used_bytes)
@@ -288,6 +299,11 @@ class WorkerConnector(RefusingConnector):
         return super().take_report()
 
     def close(self) -> None:
+        self._due = [order for order in self._due if order.publication is not None]
+        if self._due:  # an engine that has no step after its last answer publishes too
+            with self._guard("capture"):
+                self.copy_out()
+                self._publisher.flush()
         with self._guard("close the publisher"):
             self._publisher.close()
         with self._guard("close the donors"):
@@ -378,8 +394,9 @@ class WorkerConnector(RefusingConnector):
 
         A donor that was computed with new weights, which nobody has noticed yet, must not go out under the old name.
         """
-        changed = self._weights.begin_look() if self._weights is not None else None
-        self._publisher.submit(publication, (lambda: not changed()) if changed is not None else (lambda: True))
+        with self._guard("publish", publication.donor_id):
+            changed = self._weights.begin_look() if self._weights is not None else None
+            self._publisher.submit(publication, (lambda: not changed()) if changed is not None else (lambda: True))
 
     def _get_blender(self, mode: str) -> Blender:
         """In mode fast only vLLM needs the end of the prompt; the gate of mode balanced looks at it, at any number."""

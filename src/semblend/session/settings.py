@@ -42,7 +42,7 @@ class LocalSettings:
                 raise ConfigError(f"{one.name}={value!r} is not a path", hint=f"see {self.guide}")
             if isinstance(wanted, bool) or not isinstance(wanted, (int, float)):
                 continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or value < min(0, wanted):
                 raise ConfigError(f"{one.name}={value!r} is not a number of 0 or more", hint=f"see {self.guide}")
         if not self.step_work_ms:
             raise ConfigError("step_work_ms=0 leaves loads no time", hint="40 is the default")

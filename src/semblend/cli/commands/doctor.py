@@ -20,8 +20,11 @@ from semblend.cli.commandline import Commands, add_command
 from semblend.cli.output import print_json, table
 from semblend.extras import installed_version
 from semblend.integration.versions import DYNAMO, SGLANG, TRANSFORMERS, TRTLLM, VLLM
+from semblend.materialize.donors.places import choose_host_bytes, describe_places, read_memory
 
 SELF_TEST_TOKENS = 8192
+TYPICAL_TOKEN_BYTES = 56 << 10
+"""KV of a token of Qwen2.5-7B."""
 DEFAULT = "(from default)"
 """How the detail of a setting ends that nobody has set; --json shows these too."""
 
@@ -173,6 +176,11 @@ def _machine() -> Iterator[Check]:
     else:
         free = "" if available is None else f", {available / 1e9:.1f} GB of it free"
         yield Check(section, "memory", Status.OK, f"{total / 1e9:.1f} GB{free}")
+    host = choose_host_bytes(available)
+    fits = describe_places(0, host, TYPICAL_TOKEN_BYTES, TYPICAL_TOKEN_BYTES).removesuffix(", none on the device")
+    yield Check(
+        section, "donors in vLLM", Status.OK, f"{fits}, for a 7B of 56 KiB a token; what a GPU adds, its log says"
+    )
     gpus = list_gpus()
     for number, gpu in enumerate(gpus):
         yield Check(section, f"GPU {number}", Status.OK, gpu)
@@ -294,24 +302,6 @@ class EngineVersions:
     known: str
     evidence: str = ""
     note: str = ""
-
-
-def read_memory() -> tuple[int | None, int | None]:
-    """Bytes of memory in all, and those that a program could still have; None where the system does not say."""
-    total = available = None
-    try:
-        page = os.sysconf("SC_PAGE_SIZE")
-        total = page * os.sysconf("SC_PHYS_PAGES")
-        available = page * os.sysconf("SC_AVPHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # Windows has no sysconf, macOS not every name
-        pass
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            found = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
-        available = found.get("MemAvailable", available)
-    except (OSError, ValueError, IndexError):
-        pass
-    return total, available
 
 
 def list_gpus(run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run) -> list[str]:

@@ -34,6 +34,7 @@ from semblend.integration.vllm.startup_checks import (
     make_semblend,
     make_worker_connector,
     open_admin,
+    place_donors,
     share_donors,
 )
 from semblend.integration.vllm.worker.model_access import StockModel, find_model_of_caller
@@ -130,6 +131,7 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerConnector | None = None
         self._spare = RefusingConnector(int(vllm_config.cache_config.block_size or 1))  # answers where ours fails
         self._worker: WorkerConnector | RefusingConnector = self._spare
+        self._unplaced: WorkerConnector | None = None  # while its donors have no memory of the device
         self._ranks, self._failures = RankWatch(), FailureLog()
         self._is_part = find_multi_connector() is not None  # of a MultiConnector, beside others
         self._untold: list[tuple[str, str, str]] = []  # failures that go to the scheduler with the next report
@@ -301,6 +303,7 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
         there a pass of ours could overwrite what sampling is about to read.
         """
         super().bind_connector_metadata(connector_metadata)
+        self._place_donors()
         with self._guard("before_step"), self._ranks.work():
             self._worker.before_step(self._orders)
         with self._guard("load"), self._ranks.work():
@@ -327,16 +330,27 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
             self._ranks = RankWatch(others)
             if failed or made is None:
                 return
-            self._worker = made
+            self._worker = self._unplaced = made
             with self._ranks.work():
                 made.warm_up()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """The weights by name, so that the first request finds donors that neighbours have published."""
+        """The weights by name, so that the first request finds donors that neighbours have published.
+
+        vLLM asks when it has warmed up: what is free on the device now is free in service.
+        """
+        self._place_donors()
         weights = ""
         with self._guard("handshake"):  # the first step looks again, and tells
             weights = self._worker.tell_weights() if self._settings.donor_directory else ""
         return WeightsHandshake(weights) if weights else None
+
+    def _place_donors(self) -> None:
+        """Once, after vLLM has warmed up: it asks for the handshake then; of a part beside others it may not ask."""
+        worker, self._unplaced = self._unplaced, None
+        if worker is not None:
+            with self._guard("place donors"):
+                place_donors(worker, self._settings, self._vllm_config, self._kv_cache_config)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Done when the step's orders came: see `bind_connector_metadata`."""

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from semblend.config import GIB, SETTINGS, load_config, setting
 from semblend.errors import ConfigError
+from semblend.materialize.donors.places import AUTO
 from semblend.session.settings import LocalSettings, list_own_settings
 
 
@@ -21,6 +22,14 @@ class ConnectorSettings(LocalSettings):
 
     guide: ClassVar[str] = "docs/guides/vllm.md"
 
+    donor_host_bytes: int = setting(
+        AUTO, "Host memory for donor KV, per rank; by itself a quarter of what is free at the start, at most 16 GiB."
+    )
+    donor_device_bytes: int = setting(
+        AUTO,
+        "Accelerator memory for donor KV, per rank; 0 = none. By itself at most a half of what vLLM leaves free once "
+        "it has warmed up, at most a twentieth of the device, and none where 2 GiB would not stay free.",
+    )
     donor_bits: int = setting(
         16, "Bits of a number of donor KV outside the accelerator: 16, or 8 for half the memory and a small error."
     )

@@ -6,6 +6,9 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from semblend.config import GIB
 from semblend.confirm.log_lines import LogSink
 from semblend.errors import SemBlendError, StoreError
 from semblend.facade import SemBlend
@@ -21,6 +24,13 @@ from semblend.integration.vllm.worker.worker_connector import WorkerConnector
 from semblend.materialize.blend.quality import QualitySettings
 from semblend.materialize.donors.directory import SharedDonors
 from semblend.materialize.donors.directory_kv import DirectoryKv, KvSignature
+from semblend.materialize.donors.places import (
+    AUTO,
+    choose_device_bytes,
+    choose_host_bytes,
+    describe_places,
+    read_memory,
+)
 from semblend.materialize.donors.store import PrivateFolder
 from semblend.materialize.gate.observers import EIGHT_BIT_TOLERANCE
 from semblend.materialize.gate.thresholds import ChosenTable, choose_table
@@ -89,8 +99,8 @@ def make_worker_connector(model: StockModel, settings: ConnectorSettings, vllm_c
         model,
         model.block_tokens,
         quality_settings(settings, vllm_config),
-        host_bytes=settings.donor_host_bytes,
-        device_bytes=settings.donor_device_bytes,
+        host_bytes=_choose_host_bytes(settings, model),
+        device_bytes=max(0, settings.donor_device_bytes),
         disk_path=settings.donor_disk_path,
         disk_bytes=settings.donor_disk_bytes,
         donor_bits=settings.donor_bits,
@@ -99,6 +109,33 @@ def make_worker_connector(model: StockModel, settings: ConnectorSettings, vllm_c
         warm_up_model=model.warm_up,
         watch_weights=lambda: WeightsWatch(model.module),
     )
+
+
+def _choose_host_bytes(settings: ConnectorSettings, model: StockModel) -> int:
+    if settings.donor_host_bytes != AUTO:
+        return settings.donor_host_bytes
+    return choose_host_bytes(read_memory()[1], model.capabilities.ranks)
+
+
+def place_donors(worker: WorkerConnector, settings: ConnectorSettings, vllm_config: Any, kv_cache_config: Any) -> None:
+    """Give donors the device memory that vLLM leaves over, once it has warmed up; say how many fit where.
+
+    Where vLLM was given the bytes of its cache instead of a share, or gives all memory back to sleep, nobody knows what
+    it would miss: there is none then.
+    """
+    device, cache = worker.device, vllm_config.cache_config
+    knows = not getattr(cache, "kv_cache_memory_bytes", None)
+    sleeps = bool(getattr(vllm_config.model_config, "enable_sleep_mode", False))
+    if settings.donor_device_bytes == AUTO and device.type == "cuda" and knows and not sleeps:
+        free, total = torch.cuda.mem_get_info(device)
+        worker.donor_kv.give_device(device, choose_device_bytes(free, total, float(cache.gpu_memory_utilization)))
+    budgets, (token, spec) = worker.donor_kv.budgets, _count_token_bytes(kv_cache_config)
+    places = describe_places(budgets["device"], budgets["host"], token, token * _share_of(settings.donor_bits, spec))
+    disk = f", {budgets['disk'] / GIB:.1f} GiB on the disk" if budgets["disk"] else ""
+    own = (
+        f"; {worker.own_bytes / GIB:.1f} GiB of the device for buffers and recorded passes" if worker.own_bytes else ""
+    )
+    log.info("SemBlend: donors: %s%s%s", places, disk, own)
 
 
 def open_admin(settings: ConnectorSettings, ours: SchedulerConnector) -> AdminSocket | None:
@@ -142,21 +179,27 @@ def share_donors(settings: ConnectorSettings, ours: SchedulerConnector, vllm_con
     """Let the scheduler's side publish its donors and find those of its neighbours, where a directory is set."""
     if not settings.donor_directory or ours.facts.refusal:
         return
-    group, ranks = kv_cache_config.kv_cache_groups[0], int(vllm_config.parallel_config.tensor_parallel_size)
-    spec = group.kv_cache_spec
-    wide = spec.page_size_bytes / spec.block_size * len(group.layer_names) * ranks
+    ranks = int(vllm_config.parallel_config.tensor_parallel_size)
+    token, spec = _count_token_bytes(kv_cache_config)
     try:
         ours.donors.shared = SharedDonors(
             settings.donor_directory,
             settings.donor_directory_bytes,
             ours.facts.namespace,
-            token_bytes=wide * _share_of(settings.donor_bits, spec),
+            token_bytes=token * ranks * _share_of(settings.donor_bits, spec),
             ranks=ranks,
             ttl_s=settings.config.donor_ttl_s,
         )
         log.info("SemBlend shares donors with its neighbours in %s", settings.donor_directory)
     except StoreError as error:
         log.warning("SemBlend: %s (%s)", error.message, error.hint)
+
+
+def _count_token_bytes(kv_cache_config: Any) -> tuple[float, Any]:
+    """Bytes of a token's KV in the cache of one rank, and what vLLM knows of it."""
+    group = kv_cache_config.kv_cache_groups[0]
+    spec = group.kv_cache_spec
+    return spec.page_size_bytes / spec.block_size * len(group.layer_names), spec
 
 
 def _share_of(bits: int, spec: Any) -> float:

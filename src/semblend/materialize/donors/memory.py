@@ -224,10 +224,10 @@ class DonorMemory:
 
         What the system refuses is allocated donor by donor, as without this call.
         """
-        if device.type != "cuda" or self.arenas:
+        if device.type != "cuda":
             return
         for tier, reserved in (("device", device_memory), ("host", page_locked)):
-            memory = reserved(budget[tier], device) if budget[tier] else None
+            memory = reserved(budget[tier], device) if budget[tier] and tier not in self.arenas else None
             if memory is not None:
                 self.arenas[tier] = Arena(memory)
 

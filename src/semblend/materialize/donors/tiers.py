@@ -410,6 +410,18 @@ class DonorKv:
         """Takes the budgets' memory at once; see `DonorMemory.reserve`."""
         self.memory.reserve(device, self._books.budget)
 
+    def give_device(self, device: torch.device, nbytes: int) -> None:
+        """Let donors have so much of a GPU's memory from now on; without it, where the GPU has not so much left."""
+        with self._mover:
+            self.memory.reserve(device, {"device": nbytes, "host": 0})
+            with self._lock:
+                self._books.budget["device"] = nbytes if "device" in self.memory.arenas else 0
+
+    @property
+    def budgets(self) -> dict[str, int]:
+        """Bytes by tier."""
+        return dict(self._books.budget)
+
     def drop_all(self) -> None:
         """Let every donor go."""
         with self._telling(), self._lock:

@@ -203,6 +203,7 @@ def scattered_attention(
         tiles = triton.cdiv(rows * group, tile)
     elif parts is None:
         parts = parts_of(tiles * kv_heads, len(context), q.device)
+    parts = bound_parts(parts, rows * heads * head_dim)
     part_tokens = triton.cdiv(triton.cdiv(len(context), parts), keys) * keys
     split = parts > 1
     out = torch.empty((parts, rows, heads, head_dim), dtype=torch.float32 if split else q.dtype, device=q.device)
@@ -293,6 +294,19 @@ def near_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0))
+
+
+PARTIAL_BYTES = 128 << 20
+"""What the partial sums of one call may take: recorded passes of 64 rows over a million tokens would take 0.94 GB."""
+
+
+def bound_parts(parts: int, numbers: int) -> int:
+    """As many of the parts as fit into memory with so many numbers each, of 4 bytes.
+
+    >>> bound_parts(128, 64 * 28 * 128), bound_parts(1024, 64 * 28 * 128)
+    (128, 146)
+    """
+    return max(1, min(parts, PARTIAL_BYTES // (4 * numbers)))
 
 
 def parts_of(programs: int, tokens: int, device: torch.device) -> int:

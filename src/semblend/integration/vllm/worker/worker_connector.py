@@ -192,6 +192,7 @@ class WorkerConnector(RefusingConnector):
         self._weights: WeightsWatch | None = None
         self._has_named = False
         self._pinned: dict[str, DonorTensors] = {}
+        self.own_bytes = 0  # of the device: buffers and recorded passes
         self._pins: list[tuple[str, int, bool]] = []  # of donors that are read from a file
         self.failures = FailureLog()
 
@@ -203,6 +204,7 @@ class WorkerConnector(RefusingConnector):
         if self._model.device.type != "cuda":
             return
         try:
+            free = torch.cuda.mem_get_info(self._model.device)[0]
             # Taken once and left with the allocator: what donors in host memory are brought through, piece by piece.
             torch.empty(STAGED_BYTES, dtype=torch.uint8, device=self._model.device)
             self._warm_up_model()
@@ -214,10 +216,15 @@ class WorkerConnector(RefusingConnector):
                 self.donor_kv.release(donor)
             self.donor_kv.drop("")
             nobodys = torch.zeros(min(MANY_ROWS["cuda"], self._quality.chunk_tokens), dtype=torch.int64)
+            self.own_bytes = max(0, free - torch.cuda.mem_get_info(self._model.device)[0])
             self._report.pass_rows = PASSES_OF_A_LOAD * measure_pass_rows(self._model, nobodys.to(self._model.device))
         except Exception as error:
             self._ranks.raise_if_several(error)  # the others are in a pass that this one has left
             log.warning("SemBlend was not warmed up: %s", error, exc_info=True)
+
+    @property
+    def device(self) -> torch.device:
+        return self._model.device
 
     def before_step(self, orders: Orders) -> None:
         """Before anything of a step is computed: the last step's captures, and the wait for those that still read

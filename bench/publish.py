@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from lib.load_picture import draw_load
+from lib.load_picture import date_note, draw_load
 from lib.reporting import REPO, find_result, format_table, get_day, read_lines_of, read_results
 
 PICTURE = REPO / "docs" / "images" / "vllm_load.svg"
@@ -122,7 +122,7 @@ def vllm_ttft(result: Result) -> str:
         rows.append([tokens, *ms, *(ms[0] / one for one in ms[2:])])
     names = ["tokens", "stock cold", "stock exact hit", "fast", "fast, on the GPU", "balanced, on the GPU",
              "cold / fast", "cold / fast, on the GPU", "cold / balanced, on the GPU"]  # fmt: skip
-    setting = "Donors lie in host memory, as by default; *on the GPU* needs `donor_device_bytes`."
+    setting = "Donors lie in host memory; *on the GPU* with `donor_device_bytes`."
     return f"{format_table(names, rows)}\n\n{setting}\n\n{source(result)}"
 
 
@@ -139,8 +139,8 @@ def vllm_load(result: Result) -> str:
             row["in time"] = f"{round(row['arrivals in time'] * row['arrivals'])} of {row['arrivals']}"
             rows.append([cell if isinstance(cell, str) else round(cell) for cell in (row[name] for name in wanted)])
     kept = ("prompts that share", "four a second:", "donor_device_bytes", "balanced repairs")
-    notes = [note for note in result["notes"] if note.startswith(kept)]
-    notes.append("donors on the GPU: with `donor_device_bytes`, at the cost of KV cache")
+    notes = [date_note(note) for note in result["notes"] if note.startswith(kept)]
+    notes.append("donors on the GPU: all of them, with `donor_device_bytes`, at the cost of KV cache")
     return "\n\n".join([format_table(wanted, rows), "\n".join(f"- {note}" for note in notes), source(result)])
 
 

@@ -35,6 +35,7 @@ from lib import real_texts
 from lib.vllm_runs import Budget, Rows, add_engine_arguments, read_arguments, take_turn, write_report
 from lib.vllm_server import Answer, VllmServer
 
+from semblend.config import GIB
 from semblend.integration.vllm.settings import ConnectorSettings
 
 DATASETS = {"XSum": "summ/xsum", "CNN/DailyMail": "summ/cnndm", "MultiNews": "longbench/multi_news",
@@ -140,9 +141,9 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def choose_memory(args: argparse.Namespace) -> dict[str, int]:
-    """The settings of donor memory; none where the connector's defaults are measured."""
+    """The settings of donor memory; by default those of the runs that were published first."""
     if args.donors in (None, "default"):
-        return {}
+        return {"donor_host_bytes": 4 * GIB, "donor_device_bytes": 0}
     return {f"donor_{tier}_bytes": int(args.donor_bytes) if args.donors == tier else 0 for tier in ("host", "device")}
 
 
@@ -153,7 +154,8 @@ def read_memory(rows: list[dict[str, Any]], args: argparse.Namespace) -> Connect
         reporting.fail("these rows were measured with different donor memory", hint="a file for each setting")
     if not told and args.donors is None:
         reporting.fail("these rows do not say where donors lay", hint="say it: --donors default, host or device")
-    return ConnectorSettings(**(json.loads(told.pop()) if told else choose_memory(args)))
+    named = json.loads(told.pop()) if told else {}
+    return ConnectorSettings(**(named or choose_memory(args)))  # rows that name nothing are of before 2026-11-18
 
 
 def tabulate_by_length(rows: list[dict[str, Any]], args: argparse.Namespace) -> list[list[Any]]:

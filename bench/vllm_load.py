@@ -32,7 +32,7 @@ from lib.vllm_runs import (
     write_report,
 )
 
-from semblend.integration.vllm.settings import ConnectorSettings
+from semblend.materialize.donors.places import MOST_HOST
 
 ENGINES = {"stock": ("stock",), "device": ("fast", "balanced"), "host": ("balanced-host", "fast-host")}
 """One process each, and the kinds that it measures: a request says its mode."""
@@ -86,14 +86,13 @@ def describe_overload(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def describe_memory(args: argparse.Namespace) -> str:
-    """Where donors lay in this run, and how many of its documents the connector's default would hold."""
+    """Where donors lay in this run, and how many of its documents the connector would hold by itself at most."""
     from lib.vllm_engine import SHAPES
 
-    given, default = args.donor_bytes / 1e9, ConnectorSettings().donor_host_bytes
-    held = default // (args.document * count_kv_bytes(SHAPES[args.shape]))
+    given, held = args.donor_bytes / 1e9, MOST_HOST // (args.document * count_kv_bytes(SHAPES[args.shape]))
     return (
-        f"donor_device_bytes 0, the default: donors lie in host memory. donor_host_bytes was {given:.0f} GB: a load "
-        f"has {DOCUMENTS} documents, and the default, {default >> 30} GiB, holds {held} of them"
+        f"donor_device_bytes 0: donors lie in host memory. donor_host_bytes was {given:.0f} GB: a load "
+        f"has {DOCUMENTS} documents; the most that the connector takes by itself, {MOST_HOST >> 30} GiB, holds {held}"
     )
 
 

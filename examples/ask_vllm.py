@@ -20,7 +20,7 @@ GUIDES = "".join(page.read_text("utf-8") for page in sorted(Path(__file__).paren
 NEXT = {
     "below_break_even": "this mode saves too little here: send a longer prompt, or add `fast` to the command",
     "quality_risk": "reuse would have moved the answer too far, so vLLM computed it; `fast` does not measure that",
-    "nothing_shared": "donor_host_bytes (4 GiB) must hold the prompt: it does for 24,000 tokens of a 7B, not of a 70B",
+    "nothing_shared": "donor_host_bytes must hold the prompt: 1.3 GiB for 24,000 tokens of a 7B, 7.3 for a 70B",
     "unsupported_mode": "vLLM's log says why, in a line that begins with `SemBlend reuses nothing in this engine`",
 }
 

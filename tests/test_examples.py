@@ -158,7 +158,7 @@ def test_the_vllm_example_says_why_nothing_was_reused_and_what_to_try() -> None:
     for reason, next_step in (
         ("below_break_even", "hint: this mode saves too little here: send a longer prompt, or add `fast`"),
         ("quality_risk", "`fast` does not measure that"),
-        ("nothing_shared", "donor_host_bytes (4 GiB) must hold the prompt"),
+        ("nothing_shared", "donor_host_bytes must hold the prompt"),
         ("validation_failed", "hint: set SEMBLEND_EVENTS=events.jsonl"),
     ):
         with script_engine(reason, []) as address:

@@ -203,14 +203,14 @@ def test_the_default_memory_holds_as_many_donors_as_the_pages_say() -> None:
     from lib.ttft_vllm import QWEN2_5_7B
     from vllm_load import count_kv_bytes
 
-    from semblend.integration.vllm.settings import ConnectorSettings
+    from semblend.materialize.donors.places import MOST_HOST
 
-    held = ConnectorSettings().donor_host_bytes // (24_000 * count_kv_bytes(QWEN2_5_7B))
-    assert (held, ConnectorSettings().donor_host_bytes) == (3, 4 << 30)
+    held = MOST_HOST // (24_000 * count_kv_bytes(QWEN2_5_7B))
+    assert (held, MOST_HOST) == (12, 16 << 30)
     guide = (ROOT / "docs" / "guides" / "vllm.md").read_text("utf-8")
-    assert "holds three donors of 24,000 tokens of a 7B" in README
+    assert "at most 16 GiB, which hold 12 donors of 24,000 tokens of a 7B" in README
     assert f"{count_kv_bytes(QWEN2_5_7B) // 1024} KiB" in guide
-    assert "three prompts of 24,000 tokens" in guide
+    assert "16 GiB hold 12 prompts of 24,000 tokens" in guide
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from dataclasses import fields
 
 from semblend.integration.versions import VLLM as VLLM_VERSIONS
 from semblend.integration.vllm.settings import ConnectorSettings
+from semblend.materialize.donors.places import AUTO
 from tools.reference.support_tables import VLLM
 
 
@@ -41,6 +42,8 @@ def vllm_markdown() -> str:
 def show_default(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
+    if value == AUTO:
+        return "decided at start"
     if isinstance(value, int) and value and value % (1 << 30) == 0:
         return f"{value >> 30} GiB"
     return f"`{value}`" if value != "" else "empty"

@@ -36,7 +36,7 @@ CALLER_DETAILS: Mapping[DeclineReason, str | None] = MappingProxyType(
         DeclineReason.ERROR: "reuse failed; the prompt was computed",
         DeclineReason.STALE: "the donor was replaced or evicted",
         DeclineReason.NAMESPACE_MISMATCH: "the donor belongs to another namespace",
-        DeclineReason.CAPACITY: "there was no room for the donor's KV",
+        DeclineReason.CAPACITY: "the donor's KV was not in memory yet, or had no room",
         DeclineReason.VALIDATION_FAILED: "donor KV failed its check; the prompt was computed",
     }
 )

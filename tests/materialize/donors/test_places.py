@@ -47,7 +47,7 @@ def test_the_device_keeps_its_margin_and_vllm_all_of_its_share(free, total, shar
         assert chosen <= total / 20
 
 
-@pytest.mark.parametrize(("free", "total", "share"), [(1, 16, 0.9), (2, 24, 0.9), (0, 80, 0.98), (40, 80, 1.0)])
+@pytest.mark.parametrize(("free", "total", "share"), [(1, 16, 0.9), (3, 24, 0.9), (0, 80, 0.98), (40, 80, 1.0)])
 def test_a_device_with_little_to_spare_holds_no_donors(free, total, share):
     assert choose_device_bytes(free * GIB, total * GIB, share) == 0
 

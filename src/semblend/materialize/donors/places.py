@@ -17,7 +17,7 @@ from semblend.config import GIB
 AUTO = -1
 """A budget that is decided at the start."""
 HOST_PART, MOST_HOST, UNKNOWN_HOST = 4, 16 * GIB, 4 * GIB
-DEVICE_PART, DEVICE_MARGIN = 20, 2 * GIB
+DEVICE_PART, DEVICE_MARGIN, LEAST_DEVICE = 20, 2 * GIB, GIB
 STEP = GIB // 4
 """Budgets are multiples of this, so that ranks that look a moment apart decide alike."""
 DOCUMENT_TOKENS = 8192
@@ -45,7 +45,8 @@ def choose_device_bytes(free: int, total: int, engine_share: float) -> int:
     (4.0, 4.0)
     """
     spare = min(free, total - int(total * engine_share))  # what of its share the engine does not use yet is not spare
-    return _round_down(max(0, min(spare - DEVICE_MARGIN, spare // 2, total // DEVICE_PART)))
+    chosen = _round_down(max(0, min(spare - DEVICE_MARGIN, spare // 2, total // DEVICE_PART)))
+    return chosen if chosen >= LEAST_DEVICE else 0
 
 
 def describe_places(device_bytes: int, host_bytes: int, device_token: float, host_token: float) -> str:

@@ -16,8 +16,8 @@ MAX_WAITING = 64
 """Jobs that wait for their turn; one that comes on top of so many is refused."""
 
 NICE = 5
-"""What computes goes first: on two busy cores a capture beside a file that is written took 0.4 s with it, 0.6 without. At
-10 it took 0.33, but a thread that is put off so often keeps Python's lock for up to 0.2 s."""
+"""What computes goes first: on two busy cores a capture beside a file that is written took 0.4 s with it, 0.6 without.
+At 10 it took 0.33, but a thread that is put off so often keeps Python's lock for up to 0.2 s."""
 
 
 class Background:

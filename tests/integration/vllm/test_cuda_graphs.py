@@ -53,6 +53,18 @@ def test_more_rows_than_were_recorded_are_left_to_the_model():
     assert looks.run(make_rows(engine, LOOK_SIZES[-1] + 1, 0)) is None
 
 
+def test_a_recording_that_finds_something_else_is_not_used():
+    engine = NaiveEngine.make(slots=64, vocabulary=1000)
+    engine.forward(Rows.of([5], [0], torch.zeros(1, dtype=torch.long)))
+
+    def remember(work):
+        answer = work()
+        return lambda: answer  # of the rows that it was recorded with
+
+    with pytest.raises(RuntimeError, match="finds something else"):
+        RecordedLooks(lambda rows: measure_rows(engine, rows), engine.device, remember)
+
+
 @pytest.mark.parametrize("size", LOOK_SIZES)
 def test_the_rows_of_a_recording_before_its_first_look_are_of_nobodys_slot(size):
     seen = []

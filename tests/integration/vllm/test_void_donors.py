@@ -77,7 +77,12 @@ def repeat_into_the_same_memory(work):
     return again
 
 
-@pytest.mark.parametrize("record", [repeat_into_the_same_memory, refuse_to_record])
+def remember_the_first_answer(work):
+    answer = work()
+    return lambda: answer
+
+
+@pytest.mark.parametrize("record", [repeat_into_the_same_memory, refuse_to_record, remember_the_first_answer])
 def test_a_recorded_look_sees_what_a_plain_one_sees_and_two_at_once_keep_their_answers(record):
     model = network()
     watch = WeightsWatch(model, record)

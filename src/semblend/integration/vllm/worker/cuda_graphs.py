@@ -93,7 +93,7 @@ class RecordedLooks:
 
     ``look`` gives a number a row, by its token, its position and what lies in its slot. Rows behind the real ones stay
     from an earlier look, or are of slot 0, which is nobody's; what is found there is left out. ``record`` makes a
-    function that does again what it was given.
+    function that does again what it was given. Raises RuntimeError where that is not what ``look`` finds.
     """
 
     def __init__(self, look: Callable[[Rows], Tensor], device: torch.device, record: Record = record_launches) -> None:
@@ -106,6 +106,16 @@ class RecordedLooks:
             return record(lambda: look(rows))
 
         self._looks = {size: make(size) for size in LOOK_SIZES}
+        for size in LOOK_SIZES:
+            self._check(look, size)
+
+    def _check(self, look: Callable[[Rows], Tensor], size: int) -> None:
+        """Raise RuntimeError where a recording finds something else than the look itself; KV must be in slot 0."""
+        numbers = torch.arange(size, device=self._rows.device) % 64
+        rows = Rows(numbers, numbers, torch.zeros_like(numbers), self._rows[0, :1])
+        found = self.run(rows)
+        if found is None or not torch.allclose(found, look(rows), rtol=1e-3, atol=1e-4, equal_nan=True):
+            raise RuntimeError(f"recorded for {size} rows, it finds something else")
 
     def run(self, rows: Rows) -> Tensor | None:
         """What was found for each of the rows; None where they are too many."""

@@ -172,6 +172,9 @@ class StockModel:
         longest = int(self._config.model_config.max_model_len)
         self._recorded = RecordedPasses(runs, longest, sizes, like=self._caches[0])
         try:
+            nobodys = torch.zeros(1, dtype=torch.int64, device=self.device)  # with something there to compare with
+            drawn = torch.randn(2, 1, layer.num_kv_heads, layer.head_size, device=self.device, dtype=self.layout.dtype)
+            self.layout.scatter(0, nobodys, drawn[0], drawn[1])
             self._looks = RecordedLooks(self._look, self.device)
         except RuntimeError as error:  # then each is launched piece by piece
             log.warning("SemBlend's check of donor KV is not recorded: %s", error)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -96,7 +97,9 @@ class RecordedLooks:
     function that does again what it was given. Raises RuntimeError where that is not what ``look`` finds.
     """
 
-    def __init__(self, look: Callable[[Rows], Tensor], device: torch.device, record: Record = record_launches) -> None:
+    def __init__(self, look: Callable[[Rows], Tensor], device: torch.device, record: Record | None = None) -> None:
+        if record is None:
+            record = partial(record_launches, pool=torch.cuda.graph_pool_handle())
         self._rows = torch.zeros((3, LOOK_SIZES[-1]), dtype=torch.int64, device=device)
         nowhere = self._rows[0, :1]  # rows of a look attend to nothing
 
@@ -105,7 +108,7 @@ class RecordedLooks:
             rows = Rows(tokens, positions, slots, nowhere)
             return record(lambda: look(rows))
 
-        self._looks = {size: make(size) for size in LOOK_SIZES}
+        self._looks = {size: make(size) for size in reversed(LOOK_SIZES)}  # the first takes most memory
         for size in LOOK_SIZES:
             self._check(look, size)
 

@@ -176,7 +176,7 @@ class StockModel:
             drawn = torch.randn(2, 1, layer.num_kv_heads, layer.head_size, device=self.device, dtype=self.layout.dtype)
             self.layout.scatter(0, nobodys, drawn[0], drawn[1])
             self._looks = RecordedLooks(self._look, self.device)
-        except RuntimeError as error:  # then each is launched piece by piece
+        except Exception as error:  # whatever it is, each is launched piece by piece then
             log.warning("SemBlend's check of donor KV is not recorded: %s", error)
 
     def _look(self, rows: Rows) -> Tensor:

@@ -141,6 +141,10 @@ class Observer:
 
     stops_early: ClassVar[bool] = False
     """It raises `StopPass` before the last layer: a compiled or recorded model would be of no use."""
+    records: ClassVar[bool] = False
+    """What it does in `before_write` is a function of tensors, with no wait: a model may record it, and give it what
+    that has found (``found``) in place of the call."""
+    found: Tensor
     after_pass: bool = False
     """`on_layer` may also be called for all layers when the pass is over, with the queries of the last rows only."""
     reads_weights: bool = False

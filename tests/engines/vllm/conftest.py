@@ -96,7 +96,10 @@ class World:
         extra = {"kv_transfer_params": {"semblend": asked}} if asked else None
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, extra_args=extra)
         given = [{"prompt_token_ids": p} | ({"cache_salt": salt} if salt else {}) for p in prompts]
-        return list(self.llm.generate(given, params, use_tqdm=False))
+        answers = list(self.llm.generate(given, params, use_tqdm=False))
+        if tokens == 1:  # what has no step after its answer is copied in the next one; an engine of its own has it
+            self.settle()
+        return answers
 
     def receipt(self, output: Any) -> dict[str, Any]:
         found: dict[str, Any] = output.kv_transfer_params["semblend"]

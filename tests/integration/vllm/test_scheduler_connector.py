@@ -518,7 +518,7 @@ def test_settings_of_the_library_may_stand_in_the_connectors_configuration():
     with pytest.raises(ConfigError, match="unknown setting 'qualty'"):
         connector_settings({"qualty": "fast"}, {})
     with pytest.raises(ConfigError, match="donor_host_bytes"):
-        connector_settings({"donor_host_bytes": -1}, {})
+        connector_settings({"donor_host_bytes": -2}, {})
     assert dataclasses.asdict(settings)["receipts"] is True
 
 

@@ -63,6 +63,41 @@ def test_a_look_compares_the_weights_as_they_were_when_it_began_and_changes_noth
     assert not watch.begin_look()()
 
 
+def refuse_to_record(work):
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def repeat_into_the_same_memory(work):
+    answer = work()
+
+    def again():
+        answer.copy_(work())
+        return answer.clone()
+
+    return again
+
+
+def remember_the_first_answer(work):
+    answer = work()
+    return lambda: answer
+
+
+@pytest.mark.parametrize("record", [repeat_into_the_same_memory, refuse_to_record, remember_the_first_answer])
+def test_a_recorded_look_sees_what_a_plain_one_sees_and_two_at_once_keep_their_answers(record):
+    model = network()
+    watch = WeightsWatch(model, record)
+    before = watch.begin_look()
+    model[1].weight.data.add_(1)
+    after = watch.begin_look()
+    assert (before(), after()) == (False, True)
+    assert watch.have_changed()
+    assert not watch.have_changed()
+    model[1].weight = torch.nn.Parameter(model[1].weight.detach().clone())  # the recording would read the old one
+    assert watch.have_changed()
+    model[1].weight.data.add_(1)
+    assert watch.have_changed(), "of the new one there is a new recording"
+
+
 def test_a_parameter_that_was_replaced_or_moved_counts_as_changed():
     model = network()
     watch = WeightsWatch(model)
@@ -103,9 +138,13 @@ def test_a_sparse_update_of_a_hundredth_of_all_numbers_is_seen(seed):
     assert watch.have_changed()
 
 
-def test_a_sample_is_small_however_large_the_parameter():
-    model = torch.nn.Linear(1000, 1000)
-    assert sum(sample.numel() for sample in WeightsWatch(model)._sample) == 4 * STRETCH_NUMBERS * 4
+def test_a_sample_is_small_however_large_the_parameter(monkeypatch):
+    model, gathered = torch.nn.Linear(1000, 1000), []
+    watch = WeightsWatch(model)
+    with monkeypatch.context() as counted:
+        counted.setattr(torch, "ne", lambda now, was: gathered.append(now.numel()) or now != was)
+        assert not watch.have_changed()
+    assert gathered == [4 * STRETCH_NUMBERS * 4]
 
 
 def test_the_digests_of_all_ranks_are_one_name_whatever_their_order():

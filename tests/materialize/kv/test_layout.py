@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="layouts are torch tensors")
 
 from semblend.errors import InputError  # noqa: E402
-from semblend.materialize.kv.layout import KvLayout  # noqa: E402
+from semblend.materialize.kv.layout import KvLayout, record_launches  # noqa: E402
 
 LAYERS, BLOCKS, BLOCK, HEADS, DIM = 3, 6, 4, 2, 8
 SLOTS = BLOCKS * BLOCK
@@ -116,3 +121,58 @@ def test_tensors_that_are_no_kv_cache_are_refused_with_a_hint(make, words):
     with pytest.raises(InputError, match=words) as caught:
         make()
     assert caught.value.hint
+
+
+class FakeGraph:
+    """Counts; what was recorded is in the memory of the tensors, and stays there."""
+
+    def __init__(self):
+        self.replays, self.begun, self.ended = 0, 0, 0
+
+    def capture_begin(self, **_how):
+        self.begun += 1
+
+    def capture_end(self):
+        self.ended += 1
+
+    def replay(self):
+        self.replays += 1
+
+
+@pytest.fixture
+def graph(monkeypatch):
+    made, stream = FakeGraph(), SimpleNamespace(wait_stream=lambda other: None)
+    for name, value in {
+        "CUDAGraph": lambda: made,
+        "Stream": lambda: stream,
+        "stream": lambda one: nullcontext(),
+        "current_stream": lambda: stream,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    return made
+
+
+def test_what_a_recording_reads_stays_in_memory_as_long_as_the_recording(graph):
+    read = torch.ones(3)
+    seen = weakref.ref(read)
+    repeat = record_launches(lambda read=read: read + 1)
+    del read
+    gc.collect()
+    assert seen() is not None, "a graph knows addresses and holds no tensors"
+    first, second = repeat(), repeat()
+    assert graph.replays == 2
+    assert first.data_ptr() != second.data_ptr(), "each answer is a copy"
+
+
+def test_a_recording_that_fails_is_ended(graph):
+    calls = []
+
+    def fail_in_the_recording():
+        calls.append(len(calls))
+        if len(calls) == 2:
+            raise RuntimeError("not permitted")
+        return torch.ones(1)
+
+    with pytest.raises(RuntimeError, match="not permitted"):
+        record_launches(fail_in_the_recording)
+    assert (graph.begun, graph.ended) == (1, 1)

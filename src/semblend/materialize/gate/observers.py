@@ -14,6 +14,7 @@ from torch import Tensor
 
 from semblend.materialize.contract import QUESTION_ROWS, Layout, Model, Observer, Rows, StopPass
 from semblend.materialize.kv.layout import copy_to_device
+from semblend.materialize.kv.rope import RopeSpec
 from semblend.materialize.kv.splice import copy_layers, has_triton
 from semblend.plan.selection import Positions
 
@@ -262,19 +263,20 @@ def find_tolerance(dtype: torch.dtype, donor_bits: int = 16) -> float:
     return max(CANARY_TOLERANCE[dtype], EIGHT_BIT_TOLERANCE if donor_bits == 8 else 0.0)
 
 
-class _Canary(Observer):
-    """Compares layer-0 KV with what is in the pool, writes nothing, and ends the pass."""
+class Canary(Observer):
+    """Compares layer-0 KV with what is in the pool, writes nothing, and ends the pass; ``found``: an error a row."""
 
     stops_early: ClassVar[bool] = True
+    records: ClassVar[bool] = True
 
-    def __init__(self, style: str, rotary_dim: int) -> None:
-        self.style, self.rotary_dim = style, rotary_dim
-        self.error = torch.empty(0)
+    def __init__(self, rope: RopeSpec) -> None:
+        self.style, self.rotary_dim = rope.style, rope.rotary_dim
+        self.found = torch.empty(0)
 
     def before_write(self, layer: int, k: Tensor, v: Tensor, rows: Rows, layout: Layout) -> None:
         held_k, held_v = (part.float() for part in layout.gather(layer, rows.slots))
         pairs = (_pairs(part, self.style, self.rotary_dim) for part in (k.float(), held_k))
-        self.error = torch.maximum(_pair_error(*pairs), _error(v.float(), held_v))
+        self.found = torch.maximum(_pair_error(*pairs), _error(v.float(), held_v))
         raise StopPass
 
 
@@ -363,12 +365,12 @@ def measure_rows(model: Model, rows: Rows) -> Tensor:
     Keys are compared pair by pair, each pair weighing the same: models with a large key bias would otherwise drown a
     wrong token in what all tokens share. Values are compared as a whole. Nobody has waited for the device yet.
     """
-    look = _Canary(model.rope.style, model.rope.rotary_dim)
+    look = Canary(model.rope)
     try:
         model.forward(rows, look)
     except StopPass:
         pass
-    return look.error
+    return look.found
 
 
 def measure_canary(model: Model, rows: Rows) -> Tensor:

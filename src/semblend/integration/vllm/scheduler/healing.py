@@ -226,6 +226,7 @@ def estimate_cost(record: Record, plan: ReusePlan, block_tokens: int, seam_token
     rows = np.maximum(rows, MIN_SHARE * (ends - exact))
     prices = ends - exact + plan.reused_tokens - reused  # what donors hold behind a mark is computed with it
     namespace = record.prompt.namespace
-    keys = [namespace.digest.encode() + bytes(hashes[number - 1]) for number in marks]
+    name = namespace.digest.encode()
+    keys = [name + bytes(hashes[number - 1]) for number in marks]
     found = zip(ends.tolist(), keys, rows.tolist(), prices.tolist(), strict=True)
     return LoadCost(record.request_id, namespace.tenant, tuple(Mark(*values) for values in found))

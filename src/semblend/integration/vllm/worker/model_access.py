@@ -10,8 +10,10 @@ over the prompt go to a kernel of ours instead, because a backend would read the
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from types import FrameType
 from typing import Any
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from semblend.errors import SemBlendError
 from semblend.integration.vllm.worker.cache_layout import probe_layout
-from semblend.integration.vllm.worker.cuda_graphs import RECORDED_PARTS, RecordedPasses
+from semblend.integration.vllm.worker.cuda_graphs import RECORDED_PARTS, RecordedLooks, RecordedPasses
 from semblend.integration.vllm.worker.pass_attention import (
     OURS,
     Attend,
@@ -34,10 +36,12 @@ from semblend.integration.vllm.worker.pass_attention import (
     compile_attention,
     replace_attention,
 )
-from semblend.materialize.contract import Capabilities, Layout, Observer, Rows
+from semblend.materialize.contract import Capabilities, Layout, Observer, Rows, StopPass
+from semblend.materialize.gate.observers import Canary
 from semblend.materialize.kv.layout import copy_to_device
 from semblend.materialize.kv.rope import RopeSpec
 
+log = logging.getLogger("vllm.semblend")
 Quiet = Callable[[], Any]
 """Makes a context in which the connector's own layer hooks do nothing."""
 
@@ -65,6 +69,7 @@ class StockModel:
         self._kv_spec = group.kv_cache_spec
         self._builder: Any = None
         self._recorded: RecordedPasses | None = None
+        self._looks: RecordedLooks | None = None
         self._groups_rows = False
         self.block_tokens: int = group.kv_cache_spec.block_size
         self.device: torch.device = self._caches[0].device
@@ -127,6 +132,11 @@ class StockModel:
                     for layer, queries in enumerate(self._recorded.queries):
                         observer.on_layer(layer, queries, rows, self.layout)
                 return hidden
+        if self._looks is not None and observer is not None and observer.records:
+            found = self._looks.run(rows)
+            if found is not None:
+                observer.found = found
+                raise StopPass
         grouped = self._groups_rows and not (observer is not None and observer.stops_early)
         attend = choose_attention(rows, self.layout, self.layers[0].impl, grouped=grouped)
         return self._run_pass(rows, observer, attend)
@@ -161,6 +171,20 @@ class StockModel:
         sizes = (len(self.layers), layer.num_heads, layer.head_size)
         longest = int(self._config.model_config.max_model_len)
         self._recorded = RecordedPasses(runs, longest, sizes, like=self._caches[0])
+        try:
+            nobodys = torch.zeros(1, dtype=torch.int64, device=self.device)  # with something there to compare with
+            drawn = torch.randn(2, 1, layer.num_kv_heads, layer.head_size, device=self.device, dtype=self.layout.dtype)
+            self.layout.scatter(0, nobodys, drawn[0], drawn[1])
+            self._looks = RecordedLooks(self._look, self.device)
+        except Exception as error:  # whatever it is, each is launched piece by piece then
+            log.warning("SemBlend's check of donor KV is not recorded: %s", error)
+
+    def _look(self, rows: Rows) -> Tensor:
+        """The canary's errors; it ends its pass before any attention is computed."""
+        canary = Canary(self.rope)
+        with suppress(StopPass):
+            self._run_pass(rows, canary, lambda _, q: q)
+        return canary.found
 
     def _run_pass(self, rows: Rows, observer: Observer | None, attend: Attend | None) -> Tensor:
         from vllm.forward_context import set_forward_context

@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
-from semblend.materialize.blend.passes import first_rows, two_passes_cost_more
 from semblend.materialize.blend.quality import QualitySettings
+from semblend.plan.reuse_plan import ReusePlan
+from semblend.plan.times import NOTHING, PASSES, Timed, TimeModel, Work
+from semblend.session.sessions import count_work
 from semblend.span import Span
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -96,8 +98,8 @@ def test_without_a_server_an_example_says_what_to_do(name: str) -> None:
 
 
 CHARACTERS = 4  # of a token, to the scripted server
-ROWS_OF_A_PASS = {"7B": 460, "1.5B": 1600}
-"""What a load's passes cost beside their rows on an H200: docs/research/decisions/break-even.md."""
+PASS_MS = {"7B": (8.0, 78.0), "1.5B": (5.0, 18.0)}
+"""About how long passes over 32 and over 4,096 rows take on an H200: docs/research/decisions/break-even.md."""
 
 
 def count_tokens(body: dict[str, Any]) -> int:
@@ -185,10 +187,12 @@ def test_the_vllm_example_is_silent_where_reuse_was_confirmed() -> None:
     assert {body["kv_transfer_params"]["semblend"]["quality"] for body in asked} == {"fast"}
 
 
-def explain_decline(tokens: int, pass_rows: int) -> str | None:
-    """Why mode balanced would decline a document of so many tokens between ten of an instruction and a question."""
-    settings, spans = QualitySettings(pass_rows=pass_rows), [Span("d", 4, 10, tokens - 36)]
-    return two_passes_cost_more(first_rows(tokens, 0, spans, settings), spans, tokens, settings)
+def is_worth_it(tokens: int, few_ms: float, many_ms: float) -> bool:
+    """Whether mode balanced begins with a document of so many tokens between ten of an instruction and a question."""
+    model, plan = TimeModel(), ReusePlan((Span("d", 4, 10, tokens - 36),), tokens)
+    model.warm_up(PASSES, Timed(Work.of_prefill(32), few_ms), Timed(Work.of_prefill(4096), many_ms))
+    work = count_work(plan, QualitySettings(), 0.1)
+    return model.expect("balanced", work, NOTHING, Work.of_prefill(tokens)).pays
 
 
 def test_what_the_vllm_example_sends_is_worth_reusing_in_the_default_mode_on_a_gpu() -> None:
@@ -202,9 +206,9 @@ def test_what_the_vllm_example_sends_is_worth_reusing_in_the_default_mode_on_a_g
     assert texts[0].partition("\n\nWhat do you make")[0] == texts[1].partition("\n\nWhat do you make")[0]
     assert first["cache_salt"] == second["cache_salt"] not in [body["cache_salt"] for body in samples]
     assert count_tokens(second) >= 20_000
-    for model, rows in ROWS_OF_A_PASS.items():
-        assert explain_decline(count_tokens(second), rows) is None, model
-        assert explain_decline(679, rows), f"a prompt as short as this is declined with a {model}"
+    for model, times in PASS_MS.items():
+        assert is_worth_it(count_tokens(second), *times), model
+        assert not is_worth_it(679, *times), f"a prompt as short as this is declined with a {model}"
 
 
 def test_what_the_vllm_example_sends_fits_a_small_context() -> None:

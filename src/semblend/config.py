@@ -109,6 +109,16 @@ class SemBlendConfig:
     store: str = setting("", "File that keeps donors across restarts; empty = memory only.")
     lookup_budget_ms: float = setting(0.0, "Stop searching after this long and plan with what was found; 0 = no limit.")
     canary_percent: float = setting(100.0, "Share of requests, by request id, that may reuse at all.")
+    learn_costs: bool = setting(
+        True,
+        "Do not begin what is expected to take as long as a prefill, by what this engine's requests have taken so far. "
+        "Off: by counted rows alone.",
+    )
+    control_share: float = setting(
+        0.02,
+        "Share of the requests that could reuse something which are computed without it, drawn at random, so that "
+        "metrics and `semblend report` can tell what reuse saves; 0 = none.",
+    )
     kill_file: str = setting("", "While this file exists, every lookup declines with `disabled`.")
     prefill_tokens_per_s: float = setting(
         0.0, "Measured prefill rate of the engine. 0 = unknown: every span of min_span_tokens is accepted."
@@ -147,6 +157,7 @@ class SemBlendConfig:
         _within("min_reuse_ratio", self.min_reuse_ratio, 0.0, 1.0)
         _within("canary_percent", self.canary_percent, 0.0, 100.0)
         _within("layer_share", self.layer_share, 0.0, 1.0)
+        _within("control_share", self.control_share, 0.0, 1.0)
         _within("min_span_tokens", self.min_span_tokens, 8, 1 << 20)
         _within("max_donors", self.max_donors, 1, 1 << 30)
         _within("max_bytes", self.max_bytes, 1 << 16, 1 << 46)

@@ -72,6 +72,10 @@ def one_event_of_each_kind() -> dict[EventKind, Event]:
         ),
         events.reuse_confirmed(receipt_with()),
         events.fallback("req-2", DeclineReason.STALE, "donor replaced", engine="vllm"),
+        events.reuse_switched(
+            "req-2", "one donor in order, 128+ tokens, 1+ spans", on=False, expected_ms=9.0, expected_cold_ms=7.5,
+            detail="reuse is expected to take 9.0 ms, a prefill 7.5 ms", engine="vllm",
+        ),
         events.error("store", "disk full", "req-2", engine="vllm"),
     )  # fmt: skip
     return {event.kind: replace(event, time_unix_s=TIME) for event in made}

@@ -158,6 +158,16 @@ KINDS: Mapping[EventKind, KindSpec] = MappingProxyType(
             (Field("receipt", "receipt", "The backend's receipt."),),
             needs_request=True,
         ),
+        EventKind.REUSE_SWITCHED: KindSpec(
+            "Prompts of a kind are reused no more, because it was seen not to pay, or are again.",
+            (
+                Field("kind", "name", "The kind: order of passages, length, number of spans."),
+                Field("on", "boolean", "Whether they are from now on."),
+                Field("expected_ms", "measure", "What a reuse is expected to take.", required=False),
+                Field("expected_cold_ms", "measure", "What a prefill is expected to take.", required=False),
+                _DETAIL,
+            ),
+        ),
         EventKind.FALLBACK: KindSpec(
             "The request ran without semantic reuse; expected behaviour, not a failure.",
             (Field("reason", "decline reason", "Why, where it is known.", required=False), _DETAIL, _RECEIPT),

@@ -1,4 +1,4 @@
-"""The audit stream: one JSON object a line, eight kinds. ``events.schema.json`` beside it says what each carries.
+"""The audit stream: one JSON object a line, nine kinds. ``events.schema.json`` beside it says what each carries.
 
 An event is made on the lookup path, so making one copies a few references and no more; turning it into JSON
 is the sink's work. No event holds prompt text or a namespace's salt: only counts, ids, digests and reasons.
@@ -34,6 +34,7 @@ class EventKind(StrEnum):
     REUSE_PLANNED = "reuse_planned"
     REUSE_DECLINED = "reuse_declined"
     REUSE_CONFIRMED = "reuse_confirmed"
+    REUSE_SWITCHED = "reuse_switched"
     FALLBACK = "fallback"
     ERROR = "error"
 
@@ -163,6 +164,27 @@ def reuse_planned(
         "similarity": similarity,
     }
     return Event(EventKind.REUSE_PLANNED, fields, request_id, engine)
+
+
+def reuse_switched(
+    request_id: str | None,
+    kind: str,
+    on: bool,
+    *,
+    expected_ms: float | None = None,
+    expected_cold_ms: float | None = None,
+    detail: str = "",
+    engine: str = "",
+) -> Event:
+    """Prompts of a kind are reused no more, because it does not pay, or are again."""
+    fields = {
+        "kind": kind,
+        "on": on,
+        "expected_ms": expected_ms,
+        "expected_cold_ms": expected_cold_ms,
+        "detail": detail,
+    }
+    return Event(EventKind.REUSE_SWITCHED, fields, request_id, engine)
 
 
 def reuse_declined(

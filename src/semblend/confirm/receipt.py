@@ -32,6 +32,7 @@ CALLER_DETAILS: Mapping[DeclineReason, str | None] = MappingProxyType(
         DeclineReason.OVER_BUDGET: "the lookup took too long",
         DeclineReason.QUALITY_RISK: "the quality gate computed every token",
         DeclineReason.SHARED_PREFIX: "requests load this prefix so often that it was computed exactly, once",
+        DeclineReason.CONTROL: "a few requests are computed without reuse, to compare",
         DeclineReason.DISABLED: "reuse is switched off for this request or for the server",
         DeclineReason.ERROR: "reuse failed; the prompt was computed",
         DeclineReason.STALE: "the donor was replaced or evicted",
@@ -45,7 +46,10 @@ CALLER_DETAILS: Mapping[DeclineReason, str | None] = MappingProxyType(
 The own text of every other reason may name donors, lengths of shared runs or paths of the server.
 """
 
-_OPERATOR_FIELDS = ("namespace", "spans")
+_OPERATOR_FIELDS = ("namespace", "spans", "service_ms", "kind", "expected_ms", "expected_cold_ms")
+_TIMES = ("lookup_ms", "load_ms", "compute_ms", "ttft_ms", "service_ms", "expected_ms", "expected_cold_ms")
+_SINCE = ("service_ms", "kind", "expected_ms", "expected_cold_ms")
+"""Fields that records of earlier versions lack."""
 _DIGEST_LENGTH = 32
 _SPAN_KEYS = ("donor_id", "generation", "donor_start", "target_start", "length")
 
@@ -103,6 +107,17 @@ class Receipt:
         default=None, metadata=_row("measure?", "Time the model computed tokens of the prompt.")
     )
     ttft_ms: float | None = field(default=None, metadata=_row("measure?", "Time to the first output token."))
+    service_ms: float | None = field(
+        default=None, metadata=_row("measure?", "Time from when the engine took it up to its first output token.")
+    )
+    kind: str = field(
+        default="", metadata=_row("string", "Kind of plan that it had, by which costs are compared; empty for none.")
+    )
+    expected_ms: float | None = field(
+        default=None,
+        metadata=_row("measure?", "What service_ms was expected to be with reuse; null before times are known."),
+    )
+    expected_cold_ms: float | None = field(default=None, metadata=_row("measure?", "The same without reuse."))
     reason: DeclineReason | None = field(
         default=None, metadata=_row("decline reason?", "Why reuse was declined; null where it was not.")
     )
@@ -155,7 +170,7 @@ class Receipt:
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Receipt:
-        """The receipt that `to_dict` wrote; every key must be there, and no other."""
+        """The receipt that `to_dict` wrote; every key must be there that earlier versions had, and no unknown one."""
         _check_keys("receipt", record, _NAMES)
         values = dict(record)
         values["outcome"] = _word(Outcome, "outcome", record["outcome"])
@@ -167,7 +182,7 @@ class Receipt:
         return cls(**values)
 
     def _check_words(self) -> None:
-        for name in ("request_id", "engine", "engine_version", "namespace", "mode", "detail"):
+        for name in ("request_id", "engine", "engine_version", "namespace", "mode", "detail", "kind"):
             if not isinstance(getattr(self, name), str):
                 _refuse(f"{name} is {type(getattr(self, name)).__name__}, not str", f"pass {name} as a string")
         for name in ("request_id", "engine"):
@@ -184,7 +199,7 @@ class Receipt:
     def _check_numbers(self) -> None:
         for name in ("prompt_tokens", *(f"{kind}_tokens" for kind in TOKEN_KINDS), "escalations"):
             _check_count(name, getattr(self, name))
-        for name in ("risk", "canary", "lookup_ms", "load_ms", "compute_ms", "ttft_ms"):
+        for name in ("risk", "canary", *_TIMES):
             _check_measure(name, getattr(self, name))
         if self.prompt_tokens < 1:
             _refuse("prompt_tokens is 0", "a prompt has at least one token")
@@ -247,7 +262,7 @@ def span_from_dict(record: Any) -> Span:
 
 
 def _check_keys(what: str, record: Mapping[str, Any], names: tuple[str, ...]) -> None:
-    missing = [name for name in names if name not in record]
+    missing = [name for name in names if name not in record and name not in _SINCE]
     unknown = [repr(name) for name in record if name not in names]
     if missing:
         _refuse(f"{what} lacks {', '.join(missing)}", "write it with to_dict()")
@@ -305,12 +320,16 @@ class RequestFacts:
     lookup_ms: float | None = None
     compute_ms: float | None = None
     ttft_ms: float | None = None
+    service_ms: float | None = None
+    kind: str = ""
+    expected_ms: float | None = None
+    expected_cold_ms: float | None = None
 
 
 _WORK = ("reused_tokens", "recomputed_tokens", "risk", "escalations", "canary", "load_ms", "compute_ms")
 _AS_THEY_ARE = (
     *("request_id", "engine", "engine_version", "mode", "prompt_tokens", "exact_tokens"),
-    *("lookup_ms", "compute_ms", "ttft_ms"),
+    *("lookup_ms", "compute_ms", "ttft_ms", *_SINCE),
 )
 
 

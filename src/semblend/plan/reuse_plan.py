@@ -18,6 +18,7 @@ class DeclineReason(StrEnum):
     OVER_BUDGET = "over_budget"
     QUALITY_RISK = "quality_risk"
     SHARED_PREFIX = "shared_prefix"
+    CONTROL = "control"
     DISABLED = "disabled"
     ERROR = "error"
     # The five below come from a backend that looked at a plan and would not follow it.

@@ -196,7 +196,7 @@ class LocalSessions:
             self.donors,
             config=settings.config,
             quality=quality,
-            outcomes=OutcomeMemory(quality.thresholds.expected_costs, quality.thresholds),
+            outcomes=OutcomeMemory(quality.thresholds),
         )
         self._blenders: dict[str, Blender] = {}
         self._book: dict[str, ReuseSession] = {}

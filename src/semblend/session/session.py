@@ -20,6 +20,7 @@ from typing import Any
 from semblend.confirm.receipt import Receipt
 from semblend.errors import SemBlendError
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
+from semblend.plan.times import Forecast, Work
 from semblend.prompt import Prompt
 from semblend.quality import GATED_MODE, find_path
 
@@ -121,6 +122,16 @@ class LoadResult:
         return None if self.reason is None else Decline(self.reason, self.detail, faulty_donors=self.faulty_donors)
 
 
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """What a plan of a ``kind`` makes us compute, and the engine behind it; how long that was expected to take."""
+
+    work: Work
+    tail: Work
+    forecast: Forecast
+    kind: str
+
+
 @dataclass(slots=True, eq=False)
 class ReuseSession:
     """One request while it is with us.
@@ -130,6 +141,7 @@ class ReuseSession:
     ``approximate_from``: KV from there on may differ from a cold prefill's; None where all is exact. ``cold``: why it
     is computed without donors, for good. ``loads_begun``: how often one has begun. ``predicted_loss``: why a reuse is
     expected to cost more than it saves, once ``judged``: engines ask often, and the memory counts what it declines.
+    ``expected``: what its last plan was expected to take. ``taken_up``: when the engine began with it, by a clock.
     ``restarted``: the engine took its KV back after the answer had begun. ``private``: nothing of it may be published.
     """
 
@@ -148,6 +160,8 @@ class ReuseSession:
     loads_begun: int = 0
     judged: bool = False
     predicted_loss: Decline | None = None
+    expected: Expectation | None = None
+    taken_up: float | None = None
     kept_tokens: int = 0
     restarted: bool = False
     private: bool = False

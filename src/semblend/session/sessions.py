@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -25,13 +26,15 @@ from semblend.confirm import events
 from semblend.confirm.receipt import Receipt, RequestFacts, build_receipt
 from semblend.errors import SemBlendError
 from semblend.facade import SemBlend
-from semblend.materialize.blend.passes import first_rows, two_passes_cost_more
 from semblend.materialize.blend.quality import QualitySettings
-from semblend.materialize.gate.gate import OutcomeMemory
-from semblend.plan.cost import explain_lost_donor, keep_paying_spans
+from semblend.materialize.gate.gate import OutcomeMemory, name_kind
+from semblend.plan.cost import explain_lost_donor
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
-from semblend.quality import choose_quality
-from semblend.session.session import NEVER, LoadResult, ReuseSession, SessionRequest, State
+from semblend.plan.selection import keep_in_order
+from semblend.plan.times import NOTHING, PASSES, Forecast, Timed, TimeModel, Work
+from semblend.quality import choose_quality, read_nats
+from semblend.session.session import NEVER, Expectation, LoadResult, ReuseSession, SessionRequest, State
+from semblend.session.trial import Trial
 
 log = logging.getLogger("semblend.session")
 
@@ -87,11 +90,18 @@ class Sessions:
         config: SemBlendConfig | None = None,
         quality: QualitySettings | None = None,
         outcomes: OutcomeMemory | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.semblend, self.traits, self.donors = semblend, traits, donors
         self.config = semblend.config if config is None else config
         self.quality = QualitySettings() if quality is None else quality
         self.outcomes = OutcomeMemory() if outcomes is None else outcomes
+        self.times, self.trial, self._clock = TimeModel(), Trial(self.config.control_share), clock
+
+    def note_start(self, times: Sequence[Timed]) -> None:
+        """How long a pass over few rows, one over many, and a load took when the engine started."""
+        if self.config.learn_costs and times:
+            self.times.warm_up(PASSES, *times)
 
     def make(self, request: SessionRequest) -> ReuseSession:
         return ReuseSession(request, choose_mode(self.config, request.quality, request.prompt.namespace.tenant))
@@ -102,6 +112,7 @@ class Sessions:
         """Tokens behind the ``exact_tokens`` of the engine that we shall provide; 0 for none."""
         if not session.is_open:
             return 0
+        session.taken_up = self._clock()
         self.donors.look_around()
         if session.epoch == self.donors.epoch and session.exact_tokens == exact_tokens:
             return session.offered_tokens
@@ -155,23 +166,70 @@ class Sessions:
         if not plan.until(self.find_claim_end(session, plan)).spans:
             end = "what donors hold is the end of the prompt, which the engine computes itself"
             return Decline(DeclineReason.BELOW_BREAK_EVEN, end)
-        if not session.is_gated and not self.traits.computes_gaps:
-            kept = keep_paying_spans(plan, self.quality.pass_rows)
-            if isinstance(kept, Decline):
-                return kept
-            plan = kept
+        plan, expected = self._choose_spans(session, plan)
         if self.traits.keeps_donors and (lost := explain_lost_donor(plan)):
             return Decline(DeclineReason.BELOW_BREAK_EVEN, lost)
-        if not session.is_gated:
-            return plan
-        first = first_rows(plan.prompt_tokens, plan.exact_tokens, plan.spans, self.quality)
-        cold = plan.prompt_tokens - plan.exact_tokens
-        if why := two_passes_cost_more(first, plan.spans, cold, self.quality):
-            return Decline(DeclineReason.BELOW_BREAK_EVEN, why)
+        session.expected = expected
         if not session.judged:
             session.judged = True
-            session.predicted_loss = self.outcomes.predict_loss(plan, session.prompt.namespace, session.mode)
+            session.predicted_loss = self._predict_loss(session, plan, expected)
         return session.predicted_loss or plan
+
+    def _predict_loss(self, session: ReuseSession, plan: ReusePlan, expected: Expectation) -> Decline | None:
+        """Why a plan is not begun: it does not pay, or its request was drawn to compare; None where it is begun."""
+        verdict = self.outcomes.judge(plan, session.prompt.namespace, expected.forecast, session.mode)
+        if verdict.switched is not None:
+            self._tell_switch(session, plan, verdict.forecast, on=verdict.switched)
+        if verdict.decline is not None:
+            return verdict.decline
+        if self.trial.draws_control():
+            return Decline(
+                DeclineReason.CONTROL, f"drawn as one of {self.trial.share:.1%} that reuse nothing, to compare"
+            )
+        return None
+
+    def _choose_spans(self, session: ReuseSession, plan: ReusePlan) -> tuple[ReusePlan, Expectation]:
+        """The first spans of a plan, as many as save most, and what that is expected to take.
+
+        Behind the last one the engine goes on by itself. The gate, and an engine that computes gaps, take them all.
+        """
+        takes_all = session.is_gated or self.traits.computes_gaps
+        best: tuple[ReusePlan, Expectation] | None = None
+        for count in range(len(plan.spans) if takes_all else 1, len(plan.spans) + 1):
+            part = plan if count == len(plan.spans) else replace(plan, spans=plan.spans[:count], saving_ms=None)
+            expected = self._expect(session, part)
+            if best is None or expected.forecast.reuse <= best[1].forecast.reuse:
+                best = part, expected
+        assert best is not None, "a plan has spans"
+        return best
+
+    def _expect(self, session: ReuseSession, plan: ReusePlan) -> Expectation:
+        """What a plan makes us and the engine compute, and how long that is expected to take."""
+        tokens, exact = plan.prompt_tokens, plan.exact_tokens
+        end = tokens if self.traits.samples else min(tokens, self.find_claim_end(session, plan) + 1)
+        repaired = self.quality.steps[0].percent / 100 if session.is_gated else 0.0
+        work = count_work(plan.until(end), self.quality, repaired)
+        tail = Work.of_prefill(tokens, end) if end < tokens else NOTHING
+        forecast = self.times.expect(session.path, work, tail, Work.of_prefill(tokens, exact))
+        return Expectation(work, tail, forecast, name_kind(plan, read_nats(session.mode)))
+
+    def _tell_switch(self, session: ReuseSession, plan: ReusePlan, forecast: Forecast, *, on: bool) -> None:
+        kind = name_kind(plan, read_nats(session.mode))
+        log.warning(
+            "SemBlend: reuse is %s for prompts of a kind (%s): %s", "on" if on else "off", kind, forecast.describe()
+        )
+        if self.semblend.events:
+            self.semblend.events.emit(
+                events.reuse_switched(
+                    session.request_id,
+                    kind,
+                    on,
+                    expected_ms=forecast.reuse if forecast.timed else None,
+                    expected_cold_ms=forecast.cold if forecast.timed else None,
+                    detail=forecast.describe(),
+                    engine=self.traits.name,
+                )
+            )
 
     def find_claim_end(self, session: ReuseSession, plan: ReusePlan) -> int:
         """Where the claim ends, in whole pages behind the exact tokens.
@@ -211,6 +269,7 @@ class Sessions:
         if isinstance(claimed, Decline):
             session.run_cold(claimed)
             return claimed
+        session.taken_up = self._clock()
         session.begin_load(plan.until(self.count_plan_tokens(session)))
         assert session.plan is not None
         return session.plan
@@ -277,6 +336,9 @@ class Sessions:
             refusal = result.decline or refusal
         if work is not None and work.compute_ms is None:
             work = replace(work, compute_ms=compute_ms)
+        service_ms = None if session.taken_up is None else (self._clock() - session.taken_up) * 1e3
+        expected = session.expected
+        timed = expected is not None and expected.forecast.timed
         facts = RequestFacts(
             request_id=session.request_id,
             engine=self.traits.name,
@@ -289,14 +351,37 @@ class Sessions:
             lookup_ms=session.lookup_ms,
             compute_ms=compute_ms,
             ttft_ms=ttft_ms,
+            service_ms=service_ms,
+            kind="" if expected is None else expected.kind,
+            expected_ms=expected.forecast.reuse if expected is not None and timed else None,
+            expected_cold_ms=expected.forecast.cold if expected is not None and timed else None,
         )
         session.receipt = build_receipt(facts, work or _strip(result), refusal)
-        if session.is_gated and session.plan is not None and result is not None and not session.shares:
-            self.outcomes.learn(
-                session.plan, session.prompt.namespace, session.mode, work=result.work, reason=result.reason
-            )
+        if service_ms is not None and not session.restarted:
+            self._learn(session, service_ms)
         self.record(session.receipt)
         return session.receipt
+
+    def _learn(self, session: ReuseSession, ms: float) -> None:
+        """Take in how long a request took from when the engine took it up; what it shares, another has paid for."""
+        expected, result = session.expected, session.result
+        rows = len(session.prompt) - session.exact_tokens
+        if session.loads_begun == 0 and not session.shares:
+            if rows and self.config.learn_costs:
+                self.times.note_cold(Work.of_prefill(len(session.prompt), session.exact_tokens), ms)
+            is_control = isinstance(session.decision, Decline) and session.decision.reason is DeclineReason.CONTROL
+            if is_control and expected is not None and expected.forecast.timed:
+                self.trial.note(expected.kind, ms, expected.forecast.cold, control=True)
+        elif session.loads_begun == 1 and expected is not None and result is not None and not session.shares:
+            forecast = expected.forecast
+            if not result.failed and result.reason is None and self.config.learn_costs:
+                self.times.note_reuse(session.path, expected.work, expected.tail, ms)
+            if session.plan is not None and (session.is_gated or forecast.timed):
+                took = ms if forecast.timed else result.work * forecast.cold
+                namespace = session.prompt.namespace
+                self.outcomes.learn(session.plan, namespace, forecast, session.mode, took=took, reason=result.reason)
+            if forecast.timed:
+                self.trial.note(expected.kind, ms, forecast.cold, control=False)
 
     def record(self, receipt: Receipt) -> None:
         """Hand a receipt to the library; one that it refuses costs no answer."""
@@ -326,6 +411,38 @@ class Sessions:
 def choose_mode(config: SemBlendConfig, asked: str | None, tenant: str) -> str:
     """The quality of a request: the one it asked for, its tenant's, or the engine's."""
     return choose_quality(asked, config.find_tenant_quality(tenant), config.quality)
+
+
+def count_work(plan: ReusePlan, settings: QualitySettings, repaired: float = 0.0) -> Work:
+    """Rows that passes of ours compute for a plan: what no donor holds, the heads of spans and the prompt's end.
+
+    ``repaired``: the share of the reused tokens that a second pass computes, with all that lies behind the first span.
+
+    >>> from semblend.span import Span
+    >>> count_work(ReusePlan((Span("d", 0, 10, 80),), 100), QualitySettings(first_seam_tokens=4))
+    Work(rows=30, keys=1935, moved=80)
+    """
+    rows, keys = plan.prompt_tokens - plan.exact_tokens, _sum_keys(plan.exact_tokens, plan.prompt_tokens)
+    moved = moved_keys = 0
+    kept = keep_in_order(plan.spans, settings.moved_ahead_share)
+    for span in kept:
+        seam = settings.first_seam_tokens if span is kept[0] else settings.seam_tokens
+        start = span.target_start + min(max(seam, settings.seam_tokens), span.length)
+        end = max(start, min(span.target_end, plan.prompt_tokens - settings.question_tokens))
+        rows -= end - start
+        keys -= _sum_keys(start, end)
+        moved, moved_keys = moved + span.length, moved_keys + _sum_keys(span.target_start, span.target_end)
+    first = Work(rows, keys, moved)
+    if not repaired:
+        return first
+    before = kept[0].target_start - plan.exact_tokens  # exact, whatever is repaired behind it
+    again = Work(rows - before, keys - _sum_keys(plan.exact_tokens, kept[0].target_start))
+    return first + again + Work(round(repaired * moved), round(repaired * moved_keys))
+
+
+def _sum_keys(start: int, end: int) -> int:
+    """Positions that the rows from ``start`` to ``end`` attend to, in sum."""
+    return (end * (end + 1) - start * (start + 1)) // 2
 
 
 def _strip(result: LoadResult | None) -> LoadResult | None:

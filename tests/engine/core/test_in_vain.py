@@ -15,10 +15,9 @@ from semblend.engine.core.config import EngineConfig
 from semblend.engine.core.engine import Engine
 from semblend.materialize.blend.quality import QualitySettings
 from semblend.materialize.gate.gate import MAX_SKIPPED, MIN_SKIPPED
-from semblend.materialize.gate.thresholds import STEPS, DialTable, PassageOrder, PlanShape, Thresholds
-from semblend.plan.reuse_plan import DeclineReason, ReusePlan
+from semblend.materialize.gate.thresholds import STEPS, DialTable, PassageOrder, Thresholds
+from semblend.plan.reuse_plan import DeclineReason
 from semblend.prompt import Namespace, Prompt
-from semblend.span import Span
 from semblend.wire.request import Request
 from semblend.wire.sampling import Sampling
 
@@ -120,16 +119,6 @@ def test_a_mode_without_a_gate_is_not_concerned(mode):
     for seed in range(3, 6):
         world.hit(seed, quality="fast")
     assert world.hit(9).receipt.reason is DeclineReason.QUALITY_RISK
-
-
-def test_a_kind_that_the_thresholds_call_hopeless_is_not_begun_at_first_sight():
-    tokens = 20 + DOCUMENT + 12
-    kind = PlanShape.of(ReusePlan((Span("d", 60, 20, DOCUMENT),), tokens)).kind
-    world = World(Thresholds(1e9, 1e9, 1e9, expected_costs={kind: 1.04}))
-    receipt = world.hit(1).receipt
-    assert receipt.reason is DeclineReason.QUALITY_RISK
-    assert "when thresholds were measured" in receipt.detail
-    assert world.passes == 0
 
 
 def test_a_request_goes_before_its_tenant_a_tenant_before_the_engine_and_the_receipt_says_the_number():

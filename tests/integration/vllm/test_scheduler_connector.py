@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import re
 import zlib
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from semblend.integration.vllm.scheduler.scheduler_connector import SchedulerCon
 from semblend.integration.vllm.scheduler.worker_donors import ResetWatch
 from semblend.integration.vllm.settings import ConnectorSettings
 from semblend.plan.reuse_plan import DeclineReason
+from semblend.plan.times import Timed, Work
 from semblend.session.session import LoadResult, State
 
 BLOCK = 16
@@ -62,7 +64,14 @@ class World:
 
     def __init__(self, refusal=None, **config):
         self.sink = MemorySink()
-        settings = ConnectorSettings(config=SemBlendConfig(quality="fast", metrics=False, embedder="none", **config))
+        config = {
+            "quality": "fast",
+            "metrics": False,
+            "embedder": "none",
+            "learn_costs": False,
+            "control_share": 0.0,
+        } | config
+        settings = ConnectorSettings(config=SemBlendConfig(**config))
         semblend = SemBlend(settings.config, sinks=[self.sink])
         facts = EngineFacts("0.32.0", Namespace(model="m"), BLOCK, BLOCK, refusal)
         self.half = SchedulerConnector(facts, settings, semblend, clock=lambda: 1.0)
@@ -296,12 +305,16 @@ def test_mode_fast_leaves_a_span_behind_a_long_gap_to_vllm(world):
     assert [span.donor_id for span in orders.loads[0].spans] == ["donor"]
 
 
-def test_what_a_pass_costs_on_this_machine_is_told_by_the_workers_and_declines_small_reuses(world):
+def test_how_long_passes_take_on_this_machine_is_told_by_the_workers_and_declines_small_reuses():
+    world = World(learn_costs=True)
     world.donor()
-    world.half.note_report(Report(pass_rows=600))
+    few, many = Timed(Work.of_prefill(32), 6.0), Timed(Work.of_prefill(4096), 40.0)
+    world.half.note_report(Report(times=(few, many, Timed(Work(0, 0, 4096), 3.0))))
     claimed, _ = world.admit(FakeRequest("target", [7, *DOCUMENT, 8, 9]))
     assert claimed == 0
-    assert world.half._records["target"].decision.reason is DeclineReason.BELOW_BREAK_EVEN
+    decision = world.half._records["target"].decision
+    assert decision.reason is DeclineReason.BELOW_BREAK_EVEN
+    assert re.match(r"reuse is expected to take [\d.]+ ms, a prefill [\d.]+ ms", decision.detail)
 
 
 def test_a_preempted_request_starts_over_without_donors_under_its_own_hashes(world):
@@ -601,7 +614,7 @@ def test_a_preempted_donor_gives_its_blocks_away_too(world):
 
 
 def test_what_stands_before_moved_kv_becomes_a_donor_and_the_rest_does_not(world):
-    ending = list(range(7000, 7100))
+    ending = list(range(7000, 7300))
     world.served(world.admit(FakeRequest("first", [*range(40), *ending]))[1])
     new = FakeRequest("second", [*DOCUMENT, *ending])
     claimed, orders = world.admit(new)
@@ -644,7 +657,7 @@ def test_the_second_request_of_a_kind_is_not_claimed_where_the_gate_refused_the_
     world.served(orders)
     receipt = world.half.finish("second")
     assert (receipt.reason, receipt.outcome) == ("quality_risk", "cold_fallback")
-    assert receipt.detail.startswith("such prompts cost 1.40 of a prefill")
+    assert receipt.detail.startswith("such prompts cost 1.4")
 
 
 def test_a_request_that_waits_for_blocks_is_judged_once():

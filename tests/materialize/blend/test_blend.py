@@ -18,7 +18,7 @@ from semblend.engine.model.model import DecoderModel, PooledModel
 from semblend.engine.model.spec import ModelSpec
 from semblend.errors import ConfigError, InputError
 from semblend.materialize.blend.blender import Blender
-from semblend.materialize.blend.quality import Blended, Placed, QualitySettings, Step
+from semblend.materialize.blend.quality import Placed, QualitySettings, Step
 from semblend.materialize.calibrate import CalibrationPrompt, Pair, choose, list_pairs, measure_prompt, table_of
 from semblend.materialize.contract import Capabilities, Rows
 from semblend.materialize.donors.tiers import DonorKv
@@ -353,16 +353,6 @@ def test_a_plan_that_does_not_fit_is_declined(spans):
     prompt, _ = one_document(world)
     declined, _ = world.prepare(prompt, spans, exact=8)
     assert isinstance(declined, Decline)
-
-
-def test_where_two_passes_cost_more_than_a_prefill_balanced_declines_and_fast_does_not():
-    world = World()
-    donor = tokens_of(60)
-    world.donate("d", donor)
-    prompt = donor[:40] + tokens_of(100, 2)
-    declined, _ = world.prepare(prompt, [Span("d", 0, 0, 40)])
-    assert declined.reason is DeclineReason.BELOW_BREAK_EVEN
-    assert isinstance(world.prepare(prompt, [Span("d", 0, 0, 40)], mode="fast")[0], Blended)
 
 
 def test_exact_mode_takes_nothing_from_donors():

@@ -1,21 +1,17 @@
-"""Which rows a first pass computes, and from when on two passes are not worth their work."""
+"""Which rows passes compute, and how many are expected before they run."""
 
 from __future__ import annotations
 
-import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from semblend.config import SemBlendConfig
-from semblend.materialize.blend.passes import first_rows, two_passes_cost_more
+from semblend.materialize.blend.passes import first_rows
 from semblend.materialize.blend.quality import QualitySettings
 from semblend.materialize.gate.thresholds import DEFAULT
+from semblend.plan.reuse_plan import ReusePlan
+from semblend.session.sessions import count_work
 from semblend.span import Span
-
-
-def cost_more(spans, settings):
-    return two_passes_cost_more(first_rows(1000, 0, spans, settings), spans, 1000, settings)
-
-
-HALF = (Span("d", 0, 200, 600),)  # of a thousand tokens, two hundred before it and two hundred behind
 
 
 def test_gaps_heads_of_spans_and_the_end_are_computed():
@@ -33,24 +29,6 @@ def test_an_end_that_a_donor_holds_is_computed_all_the_same():
     ]
 
 
-@pytest.mark.parametrize(("most_work", "declined"), [(0.7, True), (0.75, False), (1.0, False), (7.0, False)])
-def test_the_bound_is_the_share_of_a_prefill_that_repairs_may_take(most_work, declined):
-    why = cost_more(HALF, QualitySettings(most_work=most_work))
-    assert (why is not None) == declined
-    assert why is None or why == "two passes compute 723 rows, over 70% of a prefill's 1000"
-
-
-def test_more_is_never_worth_it_than_a_prefill():
-    many = tuple(Span("d", 0, 100 * i, 40) for i in range(10))
-    assert cost_more(many, QualitySettings(most_work=7.0)) is not None
-
-
-def test_wider_heads_of_spans_cost_more():
-    many = tuple(Span("d", 0, 100 * i, 90) for i in range(10))
-    assert cost_more(many, QualitySettings(seam_tokens=4)) is None
-    assert cost_more(many, QualitySettings(seam_tokens=40)) is not None
-
-
 MOVED = (Span("d", 600, 100, 80), Span("d", 0, 180, 500))  # a passage that followed the others stands before them now
 
 
@@ -62,15 +40,30 @@ def test_a_passage_that_moved_ahead_is_computed_and_the_first_head_is_that_of_th
 
 
 def test_a_passage_that_moved_ahead_is_computed_once_whatever_is_repaired():
-    settings = QualitySettings(first_seam_tokens=0, seam_tokens=0, question_tokens=1, most_work=0.1)
-    why = two_passes_cost_more(first_rows(700, 100, MOVED, settings), MOVED, 600, settings)
-    assert why == "two passes compute 178 rows, over 10% of a prefill's 600"  # 80 + 20, the last 20 again, 58 repaired
+    settings = QualitySettings(first_seam_tokens=0, seam_tokens=0, question_tokens=1)
+    assert count_work(ReusePlan(MOVED, 700, 100), settings, 0.1).rows == 100 + 20 + 50  # 80 + 20, the last 20 again
+
+
+spans_of_a_prompt = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 60)), min_size=1, max_size=5)
+
+
+@given(spans_of_a_prompt, st.integers(0, 30), st.integers(1, 50), st.integers(0, 20), st.integers(0, 20))
+def test_the_rows_that_are_expected_are_those_that_the_first_pass_computes(pieces, exact, tail, first, seam):
+    at, spans = exact, []
+    for gap, length in pieces:
+        spans.append(Span("d", at + gap, at + gap, length))
+        at += gap + length
+    settings = QualitySettings(first_seam_tokens=first, seam_tokens=seam, question_tokens=16)
+    rows = first_rows(at + tail, exact, spans, settings)
+    work = count_work(ReusePlan(tuple(spans), at + tail, exact), settings)
+    assert (work.rows, work.keys) == (len(rows), int((rows + 1).sum()))
+    assert work.moved == sum(span.length for span in spans)
 
 
 def test_what_the_librarys_settings_say_reaches_the_passes_and_the_engines_own_stands_beside_it():
     config = SemBlendConfig(quality="fast", seam_tokens=5, layer_share=0.25, deep_tolerance=0.5)
-    made = QualitySettings.of_config(config, DEFAULT, pass_rows=7)
-    assert (made.mode, made.seam_tokens, made.layer_share, made.deep_tolerance, made.pass_rows) == (
+    made = QualitySettings.of_config(config, DEFAULT, piece_rows=7)
+    assert (made.mode, made.seam_tokens, made.layer_share, made.deep_tolerance, made.piece_rows) == (
         "fast",
         5,
         0.25,

@@ -36,10 +36,12 @@ from semblend.materialize.gate.thresholds import (
     choose_level,
 )
 from semblend.plan.reuse_plan import DeclineReason, ReusePlan
+from semblend.plan.times import Forecast
 from semblend.prompt import Namespace
 from semblend.span import Span
 
 IN_ORDER, REORDERED, SEVERAL = PassageOrder
+ROWS = Forecast(reuse=200.0, cold=1000.0, timed=False)
 PLAIN = ReusePlan((Span("d", 0, 10, 190),), 215)
 TURNED = ReusePlan((Span("d", 200, 0, 100), Span("d", 0, 100, 100)), 220)
 nats = st.floats(0, 1e3, exclude_min=True)
@@ -146,24 +148,24 @@ def test_a_plan_that_cannot_stay_below_a_number_is_a_prefill_at_once():
     assert prefill_at_once(thresholds, TURNED, 0.1) is None
     choice = prefill_at_once(thresholds, TURNED, 0.05)
     assert choice.reason == "at best 0.06 nats are expected, 0.05 are allowed"
-    memory = OutcomeMemory({}, thresholds)
-    declined = memory.predict_loss(TURNED, Namespace(), "0.05")
+    memory = OutcomeMemory(thresholds)
+    declined = memory.judge(TURNED, Namespace(), ROWS, "0.05").decline
     assert (declined.reason, declined.detail) == (DeclineReason.QUALITY_RISK, choice.reason)
-    assert memory.predict_loss(TURNED, Namespace(), "0.1") is None
+    assert memory.judge(TURNED, Namespace(), ROWS, "0.1").decline is None
 
 
 def test_what_one_number_learns_says_nothing_about_another():
     memory = OutcomeMemory()
-    memory.learn(PLAIN, Namespace(), "0.003", work=1.7, reason=DeclineReason.QUALITY_RISK)
-    assert memory.predict_loss(PLAIN, Namespace(), "0.003") is not None
-    assert memory.predict_loss(PLAIN, Namespace(), "0.1") is None
-    assert memory.predict_loss(PLAIN, Namespace()) is None
+    memory.learn(PLAIN, Namespace(), ROWS, "0.003", took=1.7 * ROWS.cold, reason=DeclineReason.QUALITY_RISK)
+    assert memory.judge(PLAIN, Namespace(), ROWS, "0.003").decline is not None
+    assert memory.judge(PLAIN, Namespace(), ROWS, "0.1").decline is None
+    assert memory.judge(PLAIN, Namespace(), ROWS).decline is None
 
 
 def test_a_tenant_that_invents_numbers_does_not_fill_the_memory():
     memory = OutcomeMemory()
     for number in range(1000):
-        memory.learn(PLAIN, Namespace(), f"{0.003 + number / 1000:g}", work=0.2)
+        memory.learn(PLAIN, Namespace(), ROWS, f"{0.003 + number / 1000:g}", took=0.2 * ROWS.cold)
     assert memory.count_records() <= len(NUMBERS) + 1
 
 

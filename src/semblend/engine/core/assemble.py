@@ -79,5 +79,5 @@ def assemble(
     rows = CPU_PIECE_ROWS if model.device.type == "cpu" else MIN_PIECE_ROWS
     quality = replace(quality, piece_ms=config.step_work_ms, piece_rows=rows)
     blender = Blender(PooledModel(model, pool), donor_kv, quality, pace)
-    outcomes = OutcomeMemory(blender.settings.thresholds.expected_costs, blender.settings.thresholds)
+    outcomes = OutcomeMemory(blender.settings.thresholds)
     return Engine(model, pool, library, blender, config, detokenizer=detokenizer, outcomes=outcomes, pace=pace)

@@ -23,10 +23,11 @@ from semblend.engine.server.config import ServeConfig
 from semblend.engine.server.local_engine import LocalEngine
 from semblend.errors import ConfigError, InputError, StoreError
 from semblend.facade import SemBlend
-from semblend.materialize.blend.passes import MANY_ROWS, measure_pass_rows
+from semblend.materialize.blend.passes import MANY_ROWS, time_passes
 from semblend.materialize.blend.quality import QualitySettings
 from semblend.materialize.gate.thresholds import ChosenTable, TableSource, Thresholds, choose_table
 from semblend.models import resolve
+from semblend.plan.times import Timed
 
 log = logging.getLogger("semblend.server")
 
@@ -125,7 +126,7 @@ class Launch:
             pool_tokens=config.pool_tokens,
             config=config.engine_config(quality=library.quality),
             semblend=semblend,
-            quality=QualitySettings.of_config(library, gate, pass_rows=_measure_pass_rows(model)),
+            quality=QualitySettings.of_config(library, gate),
             donor_device_bytes=config.donor_device_bytes,
             donor_host_bytes=config.donor_host_bytes,
             donor_disk_bytes=config.donor_disk_bytes if config.donor_dir else 0,
@@ -134,14 +135,15 @@ class Launch:
             directory=shared,
             detokenizer=tokenizer,
         )
+        engine.reuse.sessions.note_start(_time_passes(model) or ())
         if shared is not None:
             engine.reuse.share_donors(shared, config.donor_directory, config.donor_directory_bytes)
         return engine
 
 
-def _measure_pass_rows(model: DecoderModel) -> int:
-    """What a pass of this model costs on this machine beside its rows, in rows; computes 320 rows on a CPU."""
+def _time_passes(model: DecoderModel) -> tuple[Timed, Timed] | None:
+    """How long passes of this model take on this machine; computes 320 rows on a CPU."""
     many = MANY_ROWS.get(model.device.type, MANY_ROWS["cpu"])
     pool = model.new_pool(2 * many)
     slots = pool.slots_of(pool.allocate(pool.blocks_for(many)), 0, many)
-    return measure_pass_rows(PooledModel(model, pool), slots)
+    return time_passes(PooledModel(model, pool), slots)

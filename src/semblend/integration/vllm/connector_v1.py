@@ -144,7 +144,7 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
             if facts.refusal is None:
                 gate = choose_gate(self._settings, vllm_config)
                 log.info("SemBlend's quality gate: %s", gate.describe())
-                outcomes = OutcomeMemory(gate.thresholds.expected_costs, gate.thresholds)
+                outcomes = OutcomeMemory(gate.thresholds)
             self._scheduler = SchedulerConnector(facts, self._settings, semblend, outcomes=outcomes)
             self._admin = open_admin(self._settings, self._scheduler)
             share_donors(self._settings, self._scheduler, vllm_config, kv_cache_config)

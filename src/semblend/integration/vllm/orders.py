@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from semblend.materialize.donors.directory import Publication
+from semblend.plan.times import Timed
 from semblend.session.session import LoadResult
 from semblend.span import Span
 
@@ -79,7 +80,7 @@ class Report:
     """One step of one rank, or of several when merged: a donor counts as captured when every rank has it.
 
     ``weights``: the digest of the model's weights, where they are others than before; of all ranks when merged.
-    ``pass_rows``: what a pass costs beside its rows, in rows, where it was measured.
+    ``times``: how long a pass over few rows, one over many, and a load took when the engine started.
     """
 
     loaded: dict[str, LoadResult] = field(default_factory=dict)
@@ -90,11 +91,11 @@ class Report:
     errors: list[tuple[str, str, str]] = field(default_factory=list)
     donor_bytes: dict[str, int] = field(default_factory=dict)
     weights: str = ""
-    pass_rows: int = 0
+    times: tuple[Timed, ...] = ()
 
     def __bool__(self) -> bool:
         told = self.loaded or self.captured or self.not_captured or self.evicted or self.served or self.errors
-        return bool(told or self.weights or self.pass_rows)
+        return bool(told or self.weights or self.times)
 
     def merge(self, other: Report) -> Report:
         """Both ranks' word: the worse load, the donors that both hold."""
@@ -115,7 +116,7 @@ class Report:
             self.errors + other.errors,
             {**self.donor_bytes, **used},
             join_digests([self.weights, other.weights]),
-            max(self.pass_rows, other.pass_rows),
+            self.times or other.times,
         )
 
 

@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch
 
 from semblend.errors import InputError
-from semblend.materialize.blend.passes import BlendState, PassRunner, Ranks, Refused, two_passes_cost_more
+from semblend.materialize.blend.passes import BlendState, PassRunner, Ranks, Refused
 from semblend.materialize.blend.quality import (
     Blended,
     OnPass,
@@ -140,8 +140,6 @@ class Blender:
         first, watch = state.first_rows(self.settings), None
         if mode == GATED_MODE:
             self._open_gate(state, plan, nats)
-            if why := two_passes_cost_more(first, state.spans, len(state.tokens) - state.exact, self.settings):
-                raise Refused(DeclineReason.BELOW_BREAK_EVEN, why)
             watch = AttentionMass()
         with ExitStack() as donors:
             yield from self._load(state, donors)
@@ -285,7 +283,7 @@ class Blender:
             "canary": state.canary,
             "load_ms": state.load_ms,
             "compute_ms": sum(one.ms for one in state.passes),
-            "work": state.count_work(self.model.layout.layers, self.settings.pass_rows),
+            "work": state.count_work(self.model.layout.layers),
         }
 
     def _make_result(self, state: BlendState, decision: str) -> Blended:

@@ -47,9 +47,10 @@ from semblend.materialize.gate.observers import (
 from semblend.materialize.gate.thresholds import RiskFeatures, bound_risk, next_token_kl
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.plan.selection import Positions, keep_in_order, list_reused_positions, select_seams
+from semblend.plan.times import Timed, Work
 from semblend.span import Span
 
-# -- What the first pass over a prompt computes, and whether a second one still pays: known from the plan alone.
+# -- What passes over a prompt compute: known from the plan alone.
 
 
 def first_rows(tokens: int, exact: int, spans: Sequence[Span], settings: QualitySettings) -> Positions:
@@ -69,23 +70,6 @@ def first_rows(tokens: int, exact: int, spans: Sequence[Span], settings: Quality
     wanted[select_seams(kept[:1], settings.first_seam_tokens)] = True
     wanted[max(exact, tokens - max(1, settings.question_tokens)) :] = True
     return np.flatnonzero(wanted)
-
-
-def two_passes_cost_more(first: Positions, spans: Sequence[Span], cold: int, settings: QualitySettings) -> str | None:
-    """Why mode balanced is not worth its work; None when it is. ``cold``: the rows of a prefill.
-
-    Two passes at least: with many gaps behind the first donor token they cost nearly as much as a prefill. And they may
-    be in vain. So the bound is that of all repairs, not the whole prefill. What each pass costs beside its rows counts:
-    a short prompt cannot win.
-    """
-    second = keep_in_order(spans, settings.moved_ahead_share)[0].target_start
-    again, reused = int((first > second).sum()), sum(span.length for span in spans)
-    rows = len(first) + again + sum(round(step.percent / 100 * reused) for step in settings.steps[:1])
-    bound = min(1.0, settings.most_work)
-    if rows + 2 * settings.pass_rows < bound * (cold + settings.pass_rows):
-        return None
-    beside = f" and cost {settings.pass_rows} rows more each" if settings.pass_rows else ""
-    return f"two passes compute {rows} rows{beside}, over {bound:.0%} of a prefill's {cold}"
 
 
 # -- The state of one request while it is prepared: what is known, what was computed, what passes showed.
@@ -184,18 +168,16 @@ class BlendState:
         """Rows that went through all ``layers`` so far; parts of a pass count as such."""
         return sum(one.rows * one.layers for one in self.passes) / layers
 
-    def count_work(self, layers: int, pass_rows: int) -> float:
+    def count_work(self, layers: int) -> float:
         """Work of all passes as a share of a cold prefill's: the mean of its share of rows and, if larger, of keys.
 
         Products of the layers grow with rows, attention with keys. A pass over scattered rows at the end of a prompt
-        has more keys a row than a prefill; which of the two costs more depends on the model and the length. Each pass
-        counts ``pass_rows`` more.
+        has more keys a row than a prefill; which of the two costs more depends on the model and the length.
         """
         tokens, exact = len(self.tokens), self.exact
         cold_keys = (tokens * (tokens + 1) - exact * (exact + 1)) // 2
         keys = sum(one.keys * one.layers for one in self.passes) / layers
-        beside = sum(one.layers for one in self.passes) / layers * pass_rows
-        rows = (self.spent_rows(layers) + beside) / (tokens - exact + pass_rows)
+        rows = self.spent_rows(layers) / (tokens - exact)
         return (rows + max(rows, keys / cold_keys)) / 2
 
     @property
@@ -499,41 +481,43 @@ def _group_by_donor(at: Positions, spans: Sequence[Span]) -> dict[str, Positions
     return {name: np.concatenate(parts) for name, parts in found.items()}
 
 
-# -- What a pass costs beside its rows: launching kernels, reading all weights, products too small for the machine.
-#
-# Measured once, when an engine starts.
+# -- How long a pass takes, few rows or many: measured once, when an engine starts.
 
 
 FEW_ROWS = 32
-"""A repair has about as many at least. One row alone takes other kernels: on ARM it said 5 where passes cost 48."""
+"""A repair has about as many at least. One row alone takes other kernels."""
 MANY_ROWS = {"cpu": 128, "cuda": 4096}
 """Rows of the long pass: enough for the device to be busy with rows."""
-MAX_PASS_ROWS = {"cpu": 64, "cuda": 2048}
-"""What is measured above this is taken for a busy moment: it must not keep long prompts from being reused."""
-_TIMED_PASSES = 2
+_TIMED_RUNS = 2
 
 
-def measure_pass_rows(model: Model, slots: Tensor, *, clock: Callable[[], float] = time.perf_counter) -> int:
-    """Measure what a pass costs however few its rows are, in rows: where the line through two passes begins.
+def time_passes(
+    model: Model, slots: Tensor, *, clock: Callable[[], float] = time.perf_counter
+) -> tuple[Timed, Timed] | None:
+    """Measure a pass over few rows and one over many; None where ``slots`` are too few to tell.
 
-    ``slots`` belong to nobody and are written to. The best of two counts, so that a busy moment does not.
+    ``slots`` belong to nobody and are written to.
     """
     many = min(MANY_ROWS.get(model.device.type, MANY_ROWS["cpu"]), len(slots))
     if many <= FEW_ROWS:
-        return 0
+        return None
 
-    def time_pass(rows: int) -> float:
+    def time_pass(rows: int) -> Timed:
         at = torch.arange(rows)
-        best = float("inf")
-        for _ in range(_TIMED_PASSES):
-            started = clock()
-            model.logits(model.forward(Rows.of(torch.zeros_like(at), at, slots))[-1:])
-            if model.device.type == "cuda":
-                torch.cuda.synchronize()
-            best = min(best, clock() - started)
-        return best
+        tokens = torch.zeros_like(at)
+        run = lambda: model.logits(model.forward(Rows.of(tokens, at, slots))[-1:])  # noqa: E731
+        return Timed(Work.of_prefill(rows), time_best(run, model.device, clock=clock))
 
-    few = time_pass(FEW_ROWS)
-    each = (time_pass(many) - few) / (many - FEW_ROWS)
-    most = MAX_PASS_ROWS.get(model.device.type, MAX_PASS_ROWS["cpu"])
-    return max(0, min(most, round(few / each) - FEW_ROWS)) if each > 0 else most
+    return time_pass(FEW_ROWS), time_pass(many)
+
+
+def time_best(run: Callable[[], Any], device: torch.device, *, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Milliseconds that something takes on a device; the best of two counts, so that a busy moment does not."""
+    best = math.inf
+    for _ in range(_TIMED_RUNS):
+        started = clock()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, (clock() - started) * 1e3)
+    return best

@@ -141,7 +141,6 @@ class QualitySettings:
     most this share of the reused tokens (`semblend.plan.selection.keep_in_order`); 0: they are reused as well.
     ``layer_share``: where deviation is measured, all reused tokens are computed through the leading layers of a bathtub
     schedule with this share of the layers (`count_leading_layers`), and these layers are exact then; 0 only looks.
-    ``pass_rows``: what a pass costs beside its rows, in rows (`semblend.materialize.blend.passes`); 0: not measured.
     ``piece_ms``: work stops after about so many milliseconds, so that an engine can do something else; 0: it does not.
     ``piece_rows``: pieces are multiples of so many rows.
     ``prefills`` off: a prompt that is to be prefilled in full is `Rejected`, because the engine does that better.
@@ -167,7 +166,6 @@ class QualitySettings:
     most_work: float = 0.7
     layer_share: float = 0.0
     chunk_tokens: int = 8192
-    pass_rows: int = 0
     piece_ms: float = 0.0
     piece_rows: int = MIN_PIECE_ROWS
     prefills: bool = True

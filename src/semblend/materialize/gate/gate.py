@@ -8,9 +8,8 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TypeVar
 
 from semblend.materialize.gate.thresholds import (
@@ -25,8 +24,9 @@ from semblend.materialize.gate.thresholds import (
     Thresholds,
 )
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
+from semblend.plan.times import Forecast
 from semblend.prompt import Namespace
-from semblend.quality import GATED_MODE, MODE_NATS, read_nats
+from semblend.quality import GATED_MODE, MODE_NATS, find_path, read_nats
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +77,17 @@ def _find_dial(thresholds: Thresholds, shape: PlanShape) -> DialTable | None:
     return None if shape.in_part else thresholds.find_dial(shape.order)
 
 
-# -- What became of earlier plans of each kind, so that a plan that is likely to be in vain is not begun.
+# -- What became of earlier plans of each kind, so that a plan that does not pay is not begun.
 #
-# A plan that the gate refuses costs more than a cold prefill: the first pass and the repairs come on top of it. So the
-# memory keeps, for each kind of plan (`semblend.materialize.gate.thresholds`), the mean cost of those that were begun,
-# where 1 is a cold prefill. A kind whose mean is 1 or more is not begun. Before the first plan of a kind, what was
-# measured with the model's thresholds counts, if anything was. Every so often one is begun all the same, so that a kind
-# can recover; retries are so rare that they cost `RETRY_BUDGET` of a prefill on average.
+# What a plan is expected to take comes from the engine's times (`semblend.plan.times`). Plans of one kind may take
+# longer than that, or less: the gate refuses some, and then the first pass and the repairs come on top of a prefill.
+# So the memory keeps, for each kind of plan (`semblend.materialize.gate.thresholds`), how much longer those took that
+# were begun. A plan that is then expected to take as long as a prefill is not begun. Every so often one is begun all
+# the same, so that a kind can recover; retries are so rare that they cost `RETRY_BUDGET` of a prefill on average.
 #
 # - A namespace learns from its own requests only. A memory for all would tell one tenant, by the time a prompt takes,
 #   what others send, and would let one tenant spoil the reuse of the others.
 # - It is bounded by tenant: a tenant that invents namespaces pushes out its own records, nobody else's.
-# - The same plans and costs in the same order give the same decisions. Costs are work, not time.
 # - It belongs to the one process that decides what is begun: the embedded engine, or the scheduler of an engine with
 #   several ranks. Ranks have none, so they cannot disagree.
 
@@ -100,6 +99,10 @@ RETRY_BUDGET = 0.025
 MIN_SKIPPED, MAX_SKIPPED = 8, 64
 FADE = 0.9
 """Each new outcome counts 1, and those before it this much less: about the last ten decide."""
+MAX_TIMES = 3.0
+"""A plan that took more than so many times what was expected, and was not refused, was held up by something else."""
+TIMED_PRIOR = 3.0
+"""Times are noisy: what the engine's times say counts like so many outcomes of a kind. Counted rows are not noisy."""
 MAX_TENANTS, MAX_RECORDS = 256, 1024
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -107,99 +110,132 @@ Value = TypeVar("Value")
 
 @dataclass(slots=True)
 class _Record:
-    """Outcomes of one kind in one namespace; newer ones count more."""
+    """Outcomes of one kind in one namespace; newer ones count more.
 
-    weight: float = 0.0
-    cost: float = 0.0
-    rejected: float = 0.0
+    ``longer``: of those that were served, how much longer than expected, in sum; ``refusals``: what those cost that the
+    gate refused, in prefills, in sum.
+    """
+
+    served: float = 0.0
+    longer: float = 0.0
+    refused: float = 0.0
+    refusals: float = 0.0
     skipped: int = 0
+    is_off: bool = False
 
-    def add(self, cost: float, rejected: bool) -> None:
-        before = self.weight * FADE
-        self.weight = before + 1
-        self.cost = (self.cost * before + cost) / self.weight
-        self.rejected = (self.rejected * before + rejected) / self.weight
+    @property
+    def is_empty(self) -> bool:
+        return not self.served and not self.refused
+
+    def add(self, *, longer: float | None = None, refusal: float | None = None) -> None:
+        self.served, self.longer = self.served * FADE, self.longer * FADE
+        self.refused, self.refusals = self.refused * FADE, self.refusals * FADE
+        if longer is not None:
+            self.served, self.longer = self.served + 1, self.longer + longer
+        if refusal is not None:
+            self.refused, self.refusals = self.refused + 1, self.refusals + refusal
         self.skipped = 0
+
+    def expect(self, forecast: Forecast) -> Forecast:
+        """The same for a plan of this kind: with the chance that it is refused, and what it takes where it is not."""
+        if self.is_empty:
+            return forecast
+        prior = TIMED_PRIOR if forecast.timed else 0.0
+        served = forecast.reuse * (self.longer + prior) / (self.served + prior) if self.served + prior else 0.0
+        chance = self.refused / (self.served + self.refused + prior)
+        refused = self.refusals / self.refused * forecast.cold if self.refused else 0.0
+        return Forecast(chance * refused + (1 - chance) * served, forecast.cold, forecast.timed)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the memory says of a plan: what it is expected to cost, why it is not begun, or None.
+
+    ``switched``: whether its kind is begun no more from now on (False), is again (True), or nothing has changed (None).
+    """
+
+    forecast: Forecast
+    decline: Decline | None = None
+    switched: bool | None = None
 
 
 class OutcomeMemory:
     """Outcomes by tenant, namespace and kind. Thread-safe.
 
-    ``expected``: mean cost by kind at balanced, measured beforehand; see `Thresholds.expected_costs`.
     ``thresholds``: their dial knows, before anything is computed, which plans cannot stay below a number.
 
     >>> from semblend.span import Span
     >>> memory, plan = OutcomeMemory(), ReusePlan((Span("d", 0, 10, 190),), 215)
-    >>> memory.predict_loss(plan, Namespace()) is None
+    >>> forecast = Forecast(reuse=40.0, cold=70.0, timed=True)
+    >>> memory.judge(plan, Namespace(), forecast).decline is None
     True
-    >>> memory.learn(plan, Namespace(), work=1.7, reason=DeclineReason.QUALITY_RISK)
-    >>> memory.predict_loss(plan, Namespace()).detail
-    'such prompts cost 1.70 of a prefill (one donor in order, 128+ tokens, 1+ spans)'
+    >>> for _ in range(8):
+    ...     memory.learn(plan, Namespace(), forecast, took=100.0, reason=DeclineReason.QUALITY_RISK)
+    >>> memory.judge(plan, Namespace(), forecast).decline.detail
+    'reuse is expected to take 79.3 ms, a prefill 70.0 ms (one donor in order, 128+ tokens, 1+ spans)'
     """
 
-    def __init__(
-        self, expected: Mapping[str, float] = MappingProxyType({}), thresholds: Thresholds | None = None
-    ) -> None:
-        self._expected = dict(expected)
+    def __init__(self, thresholds: Thresholds | None = None) -> None:
         self._thresholds = thresholds
         self._tenants: OrderedDict[str, OrderedDict[tuple[str, str], _Record]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def predict_loss(self, plan: ReusePlan, namespace: Namespace, quality: str = GATED_MODE) -> Decline | None:
-        """Decline a plan that is expected to cost more than it saves; None for one to begin. Counts what it declines.
+    def judge(self, plan: ReusePlan, namespace: Namespace, forecast: Forecast, quality: str = GATED_MODE) -> Verdict:
+        """Decline a plan that is expected to cost more than it saves. Counts what it declines.
 
         Call it once for a request, before anything is claimed or computed.
         """
         nats = read_nats(quality)
-        if self._thresholds is not None and (choice := prefill_at_once(self._thresholds, plan, nats)):
-            return Decline(DeclineReason.QUALITY_RISK, choice.reason)
+        is_gated = find_path(quality) == GATED_MODE
+        if is_gated and self._thresholds is not None and (choice := prefill_at_once(self._thresholds, plan, nats)):
+            return Verdict(forecast, Decline(DeclineReason.QUALITY_RISK, choice.reason))
         kind = name_kind(plan, nats)
         with self._lock:
             record = self._find(namespace, kind)
-            cost = record.cost if record.weight else self._find_expected(plan, nats)
-            if cost < COLD:
-                return None
-            if record.skipped >= count_skips(cost):
+            expected = record.expect(forecast)
+            if expected.pays:
+                switched, record.is_off = True if record.is_off else None, False
+                return Verdict(expected, switched=switched)
+            if record.skipped >= count_skips(expected.cost):
                 record.skipped = 0
-                return None
+                return Verdict(expected)
             record.skipped += 1
-            seen, unsafe = bool(record.weight), bool(record.rejected) or not record.weight
-        when = "" if seen else " when thresholds were measured"
-        reason = DeclineReason.QUALITY_RISK if unsafe else DeclineReason.BELOW_BREAK_EVEN
-        return Decline(reason, f"such prompts cost {cost:.2f} of a prefill{when} ({kind})")
+            switched = None if record.is_empty or record.is_off else False
+            record.is_off = record.is_off or not record.is_empty
+            reason = DeclineReason.QUALITY_RISK if record.refused else DeclineReason.BELOW_BREAK_EVEN
+        return Verdict(expected, Decline(reason, f"{expected.describe()} ({kind})"), switched)
 
     def learn(
         self,
         plan: ReusePlan,
         namespace: Namespace,
+        forecast: Forecast,
         quality: str = GATED_MODE,
         *,
-        work: float,
+        took: float,
         reason: DeclineReason | None = None,
     ) -> None:
-        """Take in what a plan that was begun has cost: ``work`` of its passes as a share of a cold prefill.
+        """Take in what a plan that was begun has cost, in the unit of its ``forecast``, which no record has scaled.
 
         ``reason``: why the prompt holds no donor KV in the end; None where it does. Only the gate's own reason says
         something about the kind. A donor that was lost or a pass that failed does not.
         """
-        rejected = reason is DeclineReason.QUALITY_RISK
-        if reason is not None and not rejected:
+        refused = reason is DeclineReason.QUALITY_RISK
+        if (reason is not None and not refused) or min(forecast.reuse, forecast.cold) <= 0:
             return
+        longer = took / forecast.reuse
         kind = name_kind(plan, read_nats(quality))
         with self._lock:
-            self._find(namespace, kind).add(max(COLD, work) if rejected else work, rejected)
+            record = self._find(namespace, kind)
+            if refused:
+                record.add(refusal=max(COLD, took / forecast.cold))
+            else:
+                record.add(longer=min(longer, MAX_TIMES) if forecast.timed else longer)
 
     def count_records(self) -> int:
         """How many kinds of all namespaces are remembered."""
         with self._lock:
             return sum(map(len, self._tenants.values()))
-
-    def _find_expected(self, plan: ReusePlan, nats: float) -> float:
-        """What a kind cost at balanced holds for smaller numbers too. Where the dial knows a kind, it has spoken."""
-        shape = PlanShape.of(plan)
-        if nats > MODE_NATS[GATED_MODE] or (self._thresholds is not None and self._thresholds.find_dial(shape.order)):
-            return 0.0
-        return self._expected.get(shape.kind, 0.0)
 
     def _find(self, namespace: Namespace, kind: str) -> _Record:
         """The record, made where it is missing; the least recently used one goes where there are too many."""
@@ -217,6 +253,8 @@ def name_kind(plan: ReusePlan, nats: float) -> str:
     kind = PlanShape.of(plan).kind
     if nats == MODE_NATS[GATED_MODE]:
         return kind
+    if math.isinf(nats):
+        return f"{kind}, fast"
     return f"{kind}, {max((number for number in NUMBERS if number <= nats), default=0.0):g} nats"
 
 

@@ -337,8 +337,6 @@ class Thresholds:
     number, which then counts instead. ``borrowed_dial``: that of other models, for orders of passages that ``dial``
     does not know; no part of a file, who chooses a table lends it (`gate.chosen_table`).
 
-    ``expected_costs``: by kind of plan (`PlanShape.kind`) what mode balanced cost on average; 1 is a cold prefill.
-
     >>> Thresholds(.01, .02, .02).after(20)
     0.02
     """
@@ -349,16 +347,12 @@ class Thresholds:
     risk: RiskModel = field(default_factory=lambda: RiskModel({}))
     dial: DialTable = field(default_factory=DialTable)
     borrowed_dial: DialTable = field(default_factory=DialTable)
-    expected_costs: Mapping[str, float] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         for step in STEPS:
             if not math.isfinite(self.after(step)) or self.after(step) < 0:
                 raise ConfigError(f"the threshold for {step} % is {self.after(step)}", hint="give nats of 0 or more")
-        for kind, cost in self.expected_costs.items():
-            if not math.isfinite(cost) or cost < 0:
-                raise ConfigError(f"the expected cost of {kind!r} is {cost}", hint="give a share of a cold prefill")
 
     def after(self, step: int) -> float:
         """The threshold once ``step`` percent were computed again; between steps the stricter neighbour holds."""
@@ -388,13 +382,11 @@ class Thresholds:
                 raise ValueError(f"schema {record['schema']!r}, not {SCHEMA!r}")
             values = {f"kl_{step}": float(record[f"kl_{step}"]) for step in STEPS}
             weights = {int(step): tuple(map(float, row)) for step, row in record.get("risk", {}).items()}
-            costs = {str(kind): float(cost) for kind, cost in record.get("expected_costs", {}).items()}
             return cls(
                 **values,
                 risk=RiskModel(weights),
                 dial=DialTable.from_record(record.get("dial", {})),
                 borrowed_dial=DialTable(),
-                expected_costs=costs,
                 provenance=dict(record.get("provenance", {})),
             )
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:

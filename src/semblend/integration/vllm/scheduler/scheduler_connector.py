@@ -279,8 +279,7 @@ class SchedulerConnector:
             self._adopt_weights(report.weights)
         for where, message, request_id in report.errors:
             self.report_failure(where, message, request_id)
-        if report.pass_rows:
-            self.sessions.quality = replace(self.sessions.quality, pass_rows=report.pass_rows)
+        self.sessions.note_start(report.times)
         self.donors.note_report(report)
         for request_id, result in report.loaded.items():
             record = self._records.get(request_id)

@@ -30,7 +30,7 @@ from semblend.errors import CapacityError, RankError, SemBlendError
 from semblend.fairness import FairClock, TenantLine
 from semblend.integration.vllm.orders import Capture, Load, Orders, Report
 from semblend.materialize.blend.blender import STAGED_BYTES, Blender
-from semblend.materialize.blend.passes import MANY_ROWS, Ranks, measure_pass_rows
+from semblend.materialize.blend.passes import MANY_ROWS, Ranks, time_best, time_passes
 from semblend.materialize.blend.quality import Blended, Pace, Pieces, Placed, QualitySettings, Rejected
 from semblend.materialize.contract import Model, slots_of_blocks
 from semblend.materialize.donors.directory import Publication
@@ -41,14 +41,12 @@ from semblend.materialize.kv.moves import DonorTensors, Move
 from semblend.materialize.kv.splice import splice
 from semblend.materialize.weights_watch import WeightsWatch
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
+from semblend.plan.times import Timed, Work
 from semblend.quality import find_path
 from semblend.session.local import describe_outcome
 from semblend.session.session import LoadResult
 
 log = logging.getLogger("vllm.semblend")
-
-PASSES_OF_A_LOAD = 2
-"""A load costs a pass, and about as much again: a step of the engine around it, and the look at the donor's KV."""
 
 SAY_AGAIN_S = 60.0
 """A failure of the same kind is logged once in this time, with how often it came; every one of them is reported."""
@@ -208,16 +206,12 @@ class WorkerConnector(RefusingConnector):
             # Taken once and left with the allocator: what donors in host memory are brought through, piece by piece.
             torch.empty(STAGED_BYTES, dtype=torch.uint8, device=self._model.device)
             self._warm_up_model()
-            self.donor_kv.capture("", 0, self._model.layout, torch.tensor([0]))
-            donor = self.donor_kv.acquire("", 0)
-            if donor is not None:
-                there = torch.zeros(1, dtype=torch.int64, device=self._model.device)
-                splice([Move(donor, 0, 1, there, shift=1)], self._model.layout, self._model.rope)
-                self.donor_kv.release(donor)
-            self.donor_kv.drop("")
             nobodys = torch.zeros(min(MANY_ROWS["cuda"], self._quality.chunk_tokens), dtype=torch.int64)
             self.own_bytes = max(0, free - torch.cuda.mem_get_info(self._model.device)[0])
-            self._report.pass_rows = PASSES_OF_A_LOAD * measure_pass_rows(self._model, nobodys.to(self._model.device))
+            load = self._time_load(nobodys)
+            passes = time_passes(self._model, nobodys.to(self._model.device))
+            if passes is not None:
+                self._report.times = passes if load is None else (*passes, load)
         except Exception as error:
             self._ranks.raise_if_several(error)  # the others are in a pass that this one has left
             log.warning("SemBlend was not warmed up: %s", error, exc_info=True)
@@ -225,6 +219,21 @@ class WorkerConnector(RefusingConnector):
     @property
     def device(self) -> torch.device:
         return self._model.device
+
+    def _time_load(self, slots: torch.Tensor) -> Timed | None:
+        """How long it takes to bring a donor of so many tokens from where donors are kept."""
+        self.donor_kv.capture("", 0, self._model.layout, slots)
+        donor = self.donor_kv.acquire("", 0)
+        try:
+            if donor is None:
+                return None
+            move = Move(donor, 0, len(slots), slots.to(self._model.device), shift=1)
+            run = lambda: splice([move], self._model.layout, self._model.rope)  # noqa: E731
+            return Timed(Work(0, 0, len(slots)), time_best(run, self._model.device))
+        finally:
+            if donor is not None:
+                self.donor_kv.release(donor)
+            self.donor_kv.drop("")
 
     def before_step(self, orders: Orders) -> None:
         """Before anything of a step is computed: the last step's captures, and the wait for those that still read

@@ -258,6 +258,7 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
         if digests:
             ours, report = self._ours, Report(weights=join_digests(digests))
             self._safely("weights", lambda: ours.note_report(report), None)
+            self._safely("directory", ours.donors.take_in_all, None)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         del block_ids

@@ -208,11 +208,12 @@ class DirectoryKv:
             raise ValueError("its KV is of another prompt than its record")
 
     def _verify_all(self, every_s: float) -> None:
-        while not self._ends.wait(every_s):
+        while not self._ends.is_set():
             try:
                 self.verify_new()
             except OSError as error:  # a folder that went away; requests will find out too
                 log.warning("the donor directory cannot be listed: %s", error)
+            self._ends.wait(every_s)
 
     def verify_new(self) -> int:
         """Verify what is complete and was not looked at yet, own donors left out; returns how many were right."""

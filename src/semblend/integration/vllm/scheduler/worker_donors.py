@@ -107,6 +107,13 @@ class WorkerDonors:
             self._held[record.key] = GENERATION
             self.epoch += 1
 
+    def take_in_all(self) -> None:
+        """At a start, outside any step: everything that lies in the folder, so that the first request finds it."""
+        self.look_around()
+        while self.shared is not None and not self.shared.is_settled:
+            self.shared.flush()
+            self.look_around()
+
     def note_used(self, donor_ids: Iterable[str]) -> None:
         """Donors are about to be loaded."""
         if self.shared is not None:

@@ -12,6 +12,10 @@ from semblend import SemBlend, SemBlendConfig
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]  # helpers of tests, and tools/
 
+# Engines of tests are tiny: what their requests take says nothing about reuse, and none is drawn to be compared.
+os.environ.setdefault("SEMBLEND_LEARN_COSTS", "0")
+os.environ.setdefault("SEMBLEND_CONTROL_SHARE", "0")
+
 settings.register_profile("repo", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 settings.load_profile("repo")
 

@@ -420,7 +420,7 @@ def count_work(plan: ReusePlan, settings: QualitySettings, repaired: float = 0.0
 
     >>> from semblend.span import Span
     >>> count_work(ReusePlan((Span("d", 0, 10, 80),), 100), QualitySettings(first_seam_tokens=4))
-    Work(rows=30, keys=1935, moved=80)
+    Work(rows=42, keys=1831, moved=80)
     """
     rows, keys = plan.prompt_tokens - plan.exact_tokens, _sum_keys(plan.exact_tokens, plan.prompt_tokens)
     moved = moved_keys = 0

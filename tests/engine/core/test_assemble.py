@@ -96,10 +96,10 @@ def asked(engine: Engine, name: str, ids: list[int]) -> int:
 
 def test_what_stands_before_moved_kv_becomes_a_donor():
     engine, library = engine_with()
-    ending, document = drawn(1, 100), drawn(2, 200)
+    ending, document = drawn(1, 300), drawn(2, 200)
     asked(engine, "first", [*drawn(3, 30), *ending])
     assert asked(engine, "second", [*document, *ending]) > 0
-    assert {d.donor_id: d.token_count for d in library.donors()} == {"first": 130, "second": 200}
+    assert {d.donor_id: d.token_count for d in library.donors()} == {"first": 330, "second": 200}
     assert asked(engine, "third", [*drawn(4, 20), *document]) > 100
 
 

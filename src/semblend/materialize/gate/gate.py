@@ -200,8 +200,8 @@ class OutcomeMemory:
                 record.skipped = 0
                 return Verdict(expected)
             record.skipped += 1
-            switched = None if record.is_empty or record.is_off else False
-            record.is_off = record.is_off or not record.is_empty
+            switched = False if forecast.pays and not record.is_off else None  # by what such prompts took, no other way
+            record.is_off = record.is_off or forecast.pays
             reason = DeclineReason.QUALITY_RISK if record.refused else DeclineReason.BELOW_BREAK_EVEN
         return Verdict(expected, Decline(reason, f"{expected.describe()} ({kind})"), switched)
 

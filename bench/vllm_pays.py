@@ -1,0 +1,235 @@
+"""Claim: with default settings, over HTTP, a request is answered sooner than by stock vLLM, or not later.
+
+    python bench/vllm_pays.py contexts --model FOLDER --data-dir DATA --contexts FILE
+    python bench/vllm_pays.py --model FOLDER --contexts FILE --measured-on "one H200, vLLM 0.26.0"
+
+Servers take turns on one GPU, one request at a time: `stock` (no connector), `ours` (nothing set), and `forced` (what
+is expected not to pay is begun all the same: only for short prompts, to see what was missed). Each arm of a case has a
+salt of its own, so that nothing is found by chance:
+
+    cold      stock: the prompt, for the first time
+    exact     stock: the same prompt with another question at its end, from its prefix cache: the limit of any reuse
+    miss      ours: a prompt of which nothing was seen; it becomes the donor of the next
+    balanced  ours: the miss's context under another instruction, with another question; the default mode
+    fast      the same in mode fast, after a donor of its own
+    half      ours, default mode: only the first half of the context is a donor's
+
+Contexts are articles of four data sets; `contexts` writes their tokens, so that the machine with the GPU needs no data.
+"""
+
+from __future__ import annotations
+
+import lib.reporting as reporting  # first: it holds the numeric libraries to one thread
+
+# isort: split
+import argparse
+import gzip
+import json
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lib.vllm_runs import Budget, Rows, add_engine_arguments, read_arguments, write_report
+from lib.vllm_server import VllmServer
+from vllm_http import DATASETS, INSTRUCTIONS, QUESTIONS, Prompts
+
+MAX_TOKENS_OF_A_SET = 600_000
+FORCED_BELOW = 8192
+RECEIPT = ("outcome", "reason", "detail", "risk", "escalations", "mode", "kind", "reused_tokens", "recomputed_tokens",
+           "lookup_ms", "load_ms", "compute_ms", "service_ms", "expected_ms", "expected_cold_ms")  # fmt: skip
+ARMS = ("stock:cold", "stock:exact", "ours:miss", "ours:balanced", "ours:fast", "ours:half", "forced:balanced")
+
+
+def write_contexts(model: str, folder: Path, out: str) -> None:
+    """Articles of each data set as tokens, and what stands around them."""
+    prompts, articles = Prompts(model, folder), {}
+    for name in DATASETS:
+        prompts.draw_context(name, 1, random.Random(0))
+        kept, tokens = [], 0
+        for one in prompts._encoded[name]:
+            if tokens < MAX_TOKENS_OF_A_SET:
+                kept.append(one)
+                tokens += len(one)
+        articles[name] = kept
+    around = {"lead": list(map(prompts.encode, INSTRUCTIONS)), "ask": list(map(prompts.encode, QUESTIONS))}
+    with gzip.open(out, "wt") as file:
+        json.dump({"articles": articles, **around}, file)
+
+
+class Case:
+    """One prompt in every arm."""
+
+    def __init__(self, servers: dict[str, VllmServer], words: dict[str, Any], key: dict[str, Any]) -> None:
+        self._servers, self._words = servers, words
+        self._name = f"{key['dataset']}-{key['length']}-{key['number']}".replace("/", "")
+        self._rng, self._key = random.Random(self._name), key
+        self.found: dict[str, dict[str, Any]] = {}
+
+    def run(self) -> dict[str, dict[str, Any]]:
+        length, lead, ask = self._key["length"], self._words["lead"], self._words["ask"]
+        context, other = self._draw(length), self._draw(length // 2)
+        target, donor = lead[1] + context + ask[1], lead[0] + context + ask[0]
+        half = lead[1] + context[: length // 2] + other + ask[1]
+        self._ask("stock:cold", target, "cold")
+        self._ask("stock:exact", lead[1] + context + ask[0], "cold")
+        self._ask("ours:miss", donor, "balanced")
+        self._ask("ours:balanced", target, "balanced")
+        self._ask("ours:half", half, "balanced")
+        self._ask("ours:donor", donor, "fast")
+        self._ask("ours:fast", target, "fast", quality="fast")
+        if length < FORCED_BELOW and "forced" in self._servers:
+            self._ask("forced:donor", donor, "forced")
+            self._ask("forced:balanced", target, "forced")
+        return self.found
+
+    def _draw(self, tokens: int) -> list[int]:
+        articles, drawn = self._words["articles"][self._key["dataset"]], []
+        while len(drawn) < tokens:
+            drawn += self._rng.choice(articles)
+        return drawn[:tokens]
+
+    def _ask(self, arm: str, ids: list[int], salt: str, **asked: Any) -> None:
+        wish = {"kv_transfer_params": {"semblend": asked}} if asked else {}
+        name, server = f"{self._name}-{arm}", arm.partition(":")[0]
+        answer = self._servers[server].stream(ids, 4, name, cache_salt=f"{self._name}-{salt}", **wish)
+        self.found[arm] = {"ttft_ms": answer.ttft_ms, "cached": answer.cached_tokens}
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Rows by round, so that all lengths have as many whenever time is up; then what receipts say of each."""
+    with gzip.open(args.contexts, "rt") as file:
+        words = json.load(file)
+    flags = ["--dtype", args.dtype, "--max-model-len", str(max(args.lengths) + 512),
+             "--gpu-memory-utilization", str(args.memory), *(["--enforce-eager"] if args.eager else []),
+             *(["--kv-cache-memory-bytes", str(int(args.kv_bytes))] if args.kv_bytes else [])]  # fmt: skip
+    extras: dict[str, dict[str, Any] | None] = {
+        "stock": None,
+        "ours": json.loads(args.settings),
+        "forced": {"learn_costs": False, "control_share": 0.0},
+    }
+    folder = Path(tempfile.mkdtemp(prefix="vllm-pays-"))
+    servers = {}
+    for name in args.servers:
+        (folder / name).mkdir()
+        servers[name] = VllmServer(args.model, folder / name, flags, extras[name])
+    rows = Rows(args.rows)
+    try:
+        for name, server in servers.items():
+            server.wait()
+            reporting.progress(f"{name} answers")
+        budget, model = Budget(args.budget_s), Path(args.model).name
+        for number in range(args.cases):
+            asked = []
+            for length in args.lengths:
+                for dataset in DATASETS:
+                    if budget.is_used_up:
+                        break
+                    key = {"model": model, "dataset": dataset, "length": length, "number": number}
+                    asked.append(key | {"arms": Case(servers, words, key).run()})
+            add_receipts(asked, servers)
+            for row in asked:
+                rows.add(row)
+            reporting.progress(f"round {number}")
+            if budget.is_used_up:
+                break
+    finally:
+        for server in servers.values():
+            server.stop()
+
+
+def add_receipts(rows: list[dict[str, Any]], servers: dict[str, VllmServer]) -> None:
+    """What the receipts of our servers say of each request."""
+    receipts: dict[str, dict[str, Any]] = {}
+    for name, server in servers.items():
+        receipts |= server.read_receipts() if name != "stock" else {}
+    for row in rows:
+        name = f"{row['dataset']}-{row['length']}-{row['number']}".replace("/", "")
+        for arm, found in row["arms"].items():
+            mine = [one for request, one in receipts.items() if f"{name}-{arm}-" in f"{request}-"]
+            found |= {field: mine[-1].get(field) for field in RECEIPT} if mine else {}
+
+
+def summarize(values: Sequence[float]) -> list[float]:
+    """p50, mean with its interval, p90, p99."""
+    mean, error = statistics.fmean(values), statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+    p50, p90, p99 = np.percentile(values, (50, 90, 99))
+    return [round(float(one), 2) for one in (p50, mean, mean - 1.96 * error, mean + 1.96 * error, p90, p99)]
+
+
+def tabulate(rows: list[dict[str, Any]]) -> list[list[Any]]:
+    lines = []
+    for model, length in dict.fromkeys((row["model"], row["length"]) for row in rows):
+        mine = [row["arms"] for row in rows if (row["model"], row["length"]) == (model, length)]
+        cold = summarize([one["stock:cold"]["ttft_ms"] for one in mine])
+        exact = summarize([one["stock:exact"]["ttft_ms"] for one in mine])
+        for arm in ARMS:
+            found = [one[arm] for one in mine if arm in one]
+            if not found:
+                continue
+            line = summarize([one["ttft_ms"] for one in found])
+            reused = statistics.fmean(bool(one.get("reused_tokens")) for one in found)
+            closed = (cold[0] - line[0]) / (cold[0] - exact[0]) if cold[0] > exact[0] else 0.0
+            lines.append([model, length, arm, len(found), reused, *line, line[3] / cold[1], line[4] / cold[4], closed])
+    return lines
+
+
+def tabulate_predictions(rows: list[dict[str, Any]]) -> list[list[Any]]:
+    """How far what was expected of a plan was from what it took."""
+    lines = []
+    for length in dict.fromkeys(row["length"] for row in rows):
+        for arm in ("ours:balanced", "ours:fast", "ours:half"):
+            found = [row["arms"][arm] for row in rows if row["length"] == length]
+            found = [one for one in found if one.get("expected_ms") and one.get("service_ms")]
+            served = [one["expected_ms"] / one["service_ms"] - 1 for one in found if one.get("reused_tokens")]
+            cold = [one["expected_cold_ms"] / one["service_ms"] - 1 for one in found if not one.get("reused_tokens")]
+            for what, off in (("reuse", served), ("prefill", cold)):
+                if off:
+                    median = float(np.median(np.abs(off)))
+                    lines.append(
+                        [length, arm, what, len(off), median, float(np.median(off)), float(np.mean(np.abs(off)))]
+                    )
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_engine_arguments(parser, "vllm_pays")
+    parser.add_argument("do", nargs="?", choices=("contexts", "measure"), default="measure")
+    parser.add_argument("--contexts", default="contexts.json.gz", help="file of tokens")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192, 24576], help="tokens of a context")
+    parser.add_argument("--cases", type=int, default=50, help="of each data set and length")
+    parser.add_argument("--servers", nargs="+", default=["stock", "ours", "forced"])
+    parser.add_argument("--settings", default="{}", help="of `ours`, as JSON: no default any more")
+    args = read_arguments(parser, lengths=[400], cases=2, memory=0.15)
+    if args.do == "contexts":
+        write_contexts(args.model, reporting.data_dir(args), args.contexts)
+        return 0
+    if not args.finished_only:
+        measure(args)
+    report, rows = reporting.Report("vllm_pays", args), Rows(args.rows).rows
+    report.table(
+        "Time to first token over HTTP, default settings",
+        ["model", "tokens", "arm", "n", "reused", "p50 ms", "mean ms", "low", "high", "p90 ms", "p99 ms",
+         "high over cold's mean", "p90 over cold's", "of the gap closed"],
+        tabulate(rows),
+    )  # fmt: skip
+    report.table(
+        "What was expected against what it took (shares)",
+        ["tokens", "arm", "of", "n", "median error", "median bias", "mean error"],
+        tabulate_predictions(rows),
+    )
+    write_report(
+        report, args,
+        "low, high: 95 % interval of the mean; the gap: from stock's cold to its exact hit, of medians",
+        "reused: share of prompts of which the receipt says that donor KV was used",
+    )  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -25,7 +25,7 @@ def worst(ours, theirs):
 @pytest.fixture
 def poisoned(any_world, monkeypatch):
     """An engine, its faults, and a memory that never says that a reuse would be in vain."""
-    monkeypatch.setattr(any_world.half.sessions.outcomes, "predict_loss", lambda *plan: None)
+    monkeypatch.setattr(any_world.half.sessions, "_predict_loss", lambda *plan: None)
     return any_world, Faults(any_world.connector, any_world.worker_connector)
 
 

@@ -61,6 +61,9 @@ semblend explain --tokens words.txt
 semblend explain --tokens number.json
 semblend explain --text hello --namespace nonsense
 semblend explain --text hello --tokenizer missing.json
+semblend report
+semblend report missing.jsonl
+semblend report folder
 semblend explore --port PORT
 semblend explore --port 99999
 semblend explore --port -1

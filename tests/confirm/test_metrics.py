@@ -36,6 +36,7 @@ def test_the_table_is_the_interface() -> None:
         ("semblend_reuse_ratio", "histogram", ()),
         ("semblend_similarity", "histogram", ()),
         ("semblend_risk", "histogram", ()),
+        ("semblend_reuse_time_ratio", "gauge", ("kind", "bound")),
         ("semblend_donors", "gauge", ()),
         ("semblend_donor_bytes", "gauge", ("tier",)),
     }
@@ -56,6 +57,7 @@ def test_every_metric_shows_up_after_activity(registry: CollectorRegistry, make_
     metrics.declined(DeclineReason.TOO_SHORT)
     metrics.outcome(Outcome.SEMANTIC_PLACEMENT, "router")
     metrics.confirmed(make_receipt())
+    metrics.compared("documents", 0.5, 0.4, 0.6)
     metrics.donors(3, 4096, "memory")
     text = generate_latest(registry).decode()
     for spec in METRICS:
@@ -160,3 +162,14 @@ def test_the_page_names_every_metric_label_and_bucket() -> None:
         assert spec.help in page
         assert all(f"`{label}`" in page for label in spec.labels)
     assert "5e-05, 0.0001" in page
+
+
+def test_what_reuse_takes_over_a_prefill_is_a_gauge_with_its_interval() -> None:
+    registry = CollectorRegistry()
+    PrometheusMetrics(registry).compared("documents", 0.5, 0.4, 0.6)
+    found = {
+        bound: registry.get_sample_value("semblend_reuse_time_ratio", {"kind": "documents", "bound": bound})
+        for bound in ("mean", "low", "high")
+    }
+    assert found == {"mean": 0.5, "low": 0.4, "high": 0.6}
+    assert Metrics().compared("documents", 0.5, 0.4, 0.6) is None

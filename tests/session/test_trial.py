@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from semblend.session.trial import BEFORE_FIRST, MIN_OF_AN_ARM, Arm, Trial, compare
+from semblend.session.trial import BEFORE_FIRST, MIN_OF_AN_ARM, OFF_AFTER, Arm, KindSwitches, Trial, compare
 
 
 def run_day(seed: int, saving: float, requests: int, share: float) -> Trial:
@@ -66,3 +66,13 @@ def test_what_cannot_be_compared_is_left_out_and_kinds_are_bounded(monkeypatch):
     for number in range(10):
         trial.note(str(number), 10.0, 10.0, control=False)
     assert list(trial._kinds) == ["7", "8", "9"]
+
+
+def test_a_kind_whose_plans_differ_is_not_switched_to_and_fro():
+    switches = KindSwitches()
+    assert {switches.note("halves and wholes", begun=number % 2 == 0) for number in range(100)} == {None}
+    for _ in range(OFF_AFTER):
+        assert switches.note("slow", begun=True) is None
+    told = [switches.note("slow", begun=number % 20 == 19) for number in range(200)]
+    assert [one for one in told if one is not None] == [False], "tried now and then, and still off"
+    assert [switches.note("slow", begun=True) for _ in range(5)].count(True) == 1

@@ -20,6 +20,7 @@ COMMANDS = {
     "warm": "warm",
     "donors": "donors",
     "vllm": "donors",
+    "report": "report",
     "doctor": "doctor",
     "version": "doctor",
 }

@@ -59,6 +59,13 @@ METRICS: tuple[MetricSpec, ...] = (
         buckets=SHARE_BUCKETS,
     ),
     MetricSpec("semblend_risk", "histogram", "Quality risk seen by the probe, from receipts.", buckets=RISK_BUCKETS),
+    MetricSpec(
+        "semblend_reuse_time_ratio",
+        "gauge",
+        "Time to the first token with reuse over without, by kind of prompt: its mean and the ends of its interval "
+        "(bound: mean, low, high). Below 1 it pays.",
+        ("kind", "bound"),
+    ),
     MetricSpec("semblend_donors", "gauge", "Donors that can be found."),
     MetricSpec("semblend_donor_bytes", "gauge", "Memory that donors take, by tier.", ("tier",)),
 )
@@ -83,6 +90,9 @@ class Metrics:
 
     def confirmed(self, receipt: Receipt) -> None:
         """A receipt arrived: counts the request, its tokens, its reuse, its risk and its decline."""
+
+    def compared(self, kind: str, mean: float, low: float, high: float) -> None:
+        """What requests with reuse took over those without, for prompts of a kind."""
 
     def donors(self, count: int, bytes_: int, tier: str) -> None:
         """The store now holds this much."""
@@ -130,6 +140,10 @@ class PrometheusMetrics(Metrics):
         # A planner's decline was counted when it was made; the backend's is known only from here.
         if receipt.outcome is Outcome.BACKEND_DECLINED_REUSE and receipt.reason is not None:
             self.declined(receipt.reason)
+
+    def compared(self, kind: str, mean: float, low: float, high: float) -> None:
+        for bound, ratio in (("mean", mean), ("low", low), ("high", high)):
+            self._collectors["semblend_reuse_time_ratio"].labels(kind, bound).set(ratio)
 
     def donors(self, count: int, bytes_: int, tier: str) -> None:
         with self._lock:

@@ -34,7 +34,7 @@ from semblend.plan.selection import keep_in_order
 from semblend.plan.times import NOTHING, PASSES, Forecast, Timed, TimeModel, Work
 from semblend.quality import choose_quality, read_nats
 from semblend.session.session import NEVER, Expectation, LoadResult, ReuseSession, SessionRequest, State
-from semblend.session.trial import Trial
+from semblend.session.trial import KindSwitches, Trial
 
 log = logging.getLogger("semblend.session")
 
@@ -97,6 +97,7 @@ class Sessions:
         self.quality = QualitySettings() if quality is None else quality
         self.outcomes = OutcomeMemory() if outcomes is None else outcomes
         self.times, self.trial, self._clock = TimeModel(), Trial(self.config.control_share), clock
+        self.switches = KindSwitches()
 
     def note_start(self, times: Sequence[Timed]) -> None:
         """How long a pass over few rows, one over many, and a load took when the engine started."""
@@ -178,8 +179,10 @@ class Sessions:
     def _predict_loss(self, session: ReuseSession, plan: ReusePlan, expected: Expectation) -> Decline | None:
         """Why a plan is not begun: it does not pay, or its request was drawn to compare; None where it is begun."""
         verdict = self.outcomes.judge(plan, session.prompt.namespace, expected.forecast, session.mode)
-        if verdict.switched is not None:
-            self._tell_switch(session, plan, verdict.forecast, on=verdict.switched)
+        if verdict.decline is None or verdict.is_by_cost:
+            switched = self.switches.note(expected.kind, begun=verdict.decline is None)
+            if switched is not None:
+                self._tell_switch(session, expected.kind, verdict.forecast, on=switched)
         if verdict.decline is not None:
             return verdict.decline
         if self.trial.draws_control():
@@ -213,8 +216,7 @@ class Sessions:
         forecast = self.times.expect(session.path, work, tail, Work.of_prefill(tokens, exact))
         return Expectation(work, tail, forecast, name_kind(plan, read_nats(session.mode)))
 
-    def _tell_switch(self, session: ReuseSession, plan: ReusePlan, forecast: Forecast, *, on: bool) -> None:
-        kind = name_kind(plan, read_nats(session.mode))
+    def _tell_switch(self, session: ReuseSession, kind: str, forecast: Forecast, *, on: bool) -> None:
         log.warning(
             "SemBlend: reuse is %s for prompts of a kind (%s): %s", "on" if on else "off", kind, forecast.describe()
         )
@@ -371,7 +373,9 @@ class Sessions:
                 self.times.note_cold(Work.of_prefill(len(session.prompt), session.exact_tokens), ms)
             is_control = isinstance(session.decision, Decline) and session.decision.reason is DeclineReason.CONTROL
             if is_control and expected is not None and expected.forecast.timed:
-                self.trial.note(expected.kind, ms, expected.forecast.cold, control=True)
+                found = self.trial.note(expected.kind, ms, expected.forecast.cold, control=True)
+                if found is not None:
+                    self.semblend.metrics.compared(found.kind, found.ratio, found.low, found.high)
         elif session.loads_begun == 1 and expected is not None and result is not None and not session.shares:
             forecast = expected.forecast
             if not result.failed and result.reason is None and self.config.learn_costs:

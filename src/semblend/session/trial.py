@@ -18,6 +18,8 @@ BEFORE_FIRST = 50
 """So many requests reuse before the first is computed without: a short run is not disturbed."""
 MIN_OF_AN_ARM = 5
 MAX_KINDS = 512
+OFF_AFTER, ON_AFTER = 8, 3
+"""So many plans of a kind in a row switch it off, or on again; a single try between many declines is no row."""
 Z = 1.96
 
 
@@ -94,6 +96,33 @@ def compare(kind: str, reused: Arm, control: Arm) -> Comparison | None:
     )
 
 
+class KindSwitches:
+    """Which kinds of prompts are begun: tells when one is no longer, and when it is again. Thread-safe.
+
+    Plans of a kind differ, and now and then one is tried that is not expected to pay: only many in a row count.
+
+    >>> switches = KindSwitches()
+    >>> [switches.note("k", begun=number < 10) for number in range(18)][-2:]
+    [None, False]
+    """
+
+    def __init__(self) -> None:
+        self._kinds: OrderedDict[str, tuple[bool, int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def note(self, kind: str, *, begun: bool) -> bool | None:
+        """A plan of this kind was begun, or was not, by its cost; whether its kind now is, where that has changed."""
+        with self._lock:
+            is_on, others = self._kinds.get(kind, (begun, 0))
+            others = 0 if begun == is_on else others + 1
+            switched = begun if others >= (ON_AFTER if begun else OFF_AFTER) else None
+            self._kinds[kind] = (is_on, others) if switched is None else (begun, 0)
+            self._kinds.move_to_end(kind)
+            if len(self._kinds) > MAX_KINDS:
+                self._kinds.popitem(last=False)
+        return switched
+
+
 class Trial:
     """Draws the arm of each request and keeps what both took, by kind. Thread-safe.
 
@@ -112,16 +141,17 @@ class Trial:
             self._begun += 1
             return self._begun > BEFORE_FIRST and self._draw() < self.share
 
-    def note(self, kind: str, ms: float, expected_cold_ms: float, *, control: bool) -> None:
-        """A request of either arm has its first token."""
+    def note(self, kind: str, ms: float, expected_cold_ms: float, *, control: bool) -> Comparison | None:
+        """A request of either arm has its first token; how its kind compares now, where enough is known."""
         if not (expected_cold_ms > 0 and 0 < ms < math.inf):
-            return
+            return None
         with self._lock:
             arms = self._kinds.setdefault(kind, (Arm(), Arm()))
             self._kinds.move_to_end(kind)
             if len(self._kinds) > MAX_KINDS:
                 self._kinds.popitem(last=False)
             arms[control].add(ms / expected_cold_ms, ms)
+            return compare(kind, *arms)
 
     def compare(self) -> Mapping[str, Comparison]:
         """By kind, those of which enough is known."""

@@ -218,21 +218,19 @@ def test_a_plan_that_takes_as_long_as_a_prefill_by_the_engines_times_is_not_begu
     assert declined.detail.startswith("reuse is expected to take 68.0 ms, a prefill 70.0 ms")
 
 
-def test_one_slow_request_does_not_switch_a_kind_off_and_many_do_and_it_is_tried_again_and_switched_on():
+def test_one_slow_request_does_not_end_the_reuse_of_a_kind_and_many_do_and_it_is_tried_again():
     memory = OutcomeMemory()
     memory.learn(LONG, ACME, MS, took=500.0)
     assert memory.judge(LONG, ACME, MS).decline is None
     for _ in range(12):
         memory.learn(LONG, ACME, MS, took=90.0)
     verdict = memory.judge(LONG, ACME, MS)
-    assert (verdict.switched, verdict.decline.reason) == (False, DeclineReason.BELOW_BREAK_EVEN)
-    assert memory.judge(LONG, ACME, MS).switched is None, "said once"
+    assert (verdict.is_by_cost, verdict.decline.reason) == (True, DeclineReason.BELOW_BREAK_EVEN)
     begun = [memory.judge(LONG, ACME, MS).decline is None for _ in range(60)]
     assert 0 < sum(begun) < 8
     for _ in range(12):
         memory.learn(LONG, ACME, MS, took=40.0)
-    assert memory.judge(LONG, ACME, MS).switched is True
-    assert memory.judge(LONG, ACME, MS).switched is None
+    assert memory.judge(LONG, ACME, MS).decline is None
 
 
 def test_what_fast_takes_says_nothing_about_balanced():

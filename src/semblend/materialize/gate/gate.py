@@ -99,8 +99,8 @@ RETRY_BUDGET = 0.025
 MIN_SKIPPED, MAX_SKIPPED = 8, 64
 FADE = 0.9
 """Each new outcome counts 1, and those before it this much less: about the last ten decide."""
-MAX_TIMES = 3.0
-"""A plan that took more than so many times what was expected, and was not refused, was held up by something else."""
+MAX_COLD = 1.5
+"""A plan that was not refused counts as so many prefills at most: what took longer was held up by something else."""
 TIMED_PRIOR = 3.0
 """Times are noisy: what the engine's times say counts like so many outcomes of a kind. Counted rows are not noisy."""
 MAX_TENANTS, MAX_RECORDS = 256, 1024
@@ -121,7 +121,6 @@ class _Record:
     refused: float = 0.0
     refusals: float = 0.0
     skipped: int = 0
-    is_off: bool = False
 
     @property
     def is_empty(self) -> bool:
@@ -149,14 +148,14 @@ class _Record:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the memory says of a plan: what it is expected to cost, why it is not begun, or None.
+    """What the memory says of a plan: what it is expected to cost, and why it is not begun, or None.
 
-    ``switched``: whether its kind is begun no more from now on (False), is again (True), or nothing has changed (None).
+    ``is_by_cost``: it is not, because of that cost.
     """
 
     forecast: Forecast
     decline: Decline | None = None
-    switched: bool | None = None
+    is_by_cost: bool = False
 
 
 class OutcomeMemory:
@@ -194,16 +193,13 @@ class OutcomeMemory:
             record = self._find(namespace, kind)
             expected = record.expect(forecast)
             if expected.pays:
-                switched, record.is_off = True if record.is_off else None, False
-                return Verdict(expected, switched=switched)
+                return Verdict(expected)
             if record.skipped >= count_skips(expected.cost):
                 record.skipped = 0
                 return Verdict(expected)
             record.skipped += 1
-            switched = False if forecast.pays and not record.is_off else None  # by what such prompts took, no other way
-            record.is_off = record.is_off or forecast.pays
             reason = DeclineReason.QUALITY_RISK if record.refused else DeclineReason.BELOW_BREAK_EVEN
-        return Verdict(expected, Decline(reason, f"{expected.describe()} ({kind})"), switched)
+        return Verdict(expected, Decline(reason, f"{expected.describe()} ({kind})"), is_by_cost=True)
 
     def learn(
         self,
@@ -223,14 +219,14 @@ class OutcomeMemory:
         refused = reason is DeclineReason.QUALITY_RISK
         if (reason is not None and not refused) or min(forecast.reuse, forecast.cold) <= 0:
             return
-        longer = took / forecast.reuse
+        most = MAX_COLD * forecast.cold if forecast.timed else math.inf
         kind = name_kind(plan, read_nats(quality))
         with self._lock:
             record = self._find(namespace, kind)
             if refused:
                 record.add(refusal=max(COLD, took / forecast.cold))
             else:
-                record.add(longer=min(longer, MAX_TIMES) if forecast.timed else longer)
+                record.add(longer=min(took, max(most, forecast.reuse)) / forecast.reuse)
 
     def count_records(self) -> int:
         """How many kinds of all namespaces are remembered."""

@@ -1,0 +1,121 @@
+"""Sessions learn what requests take: what does not pay is not begun, kinds switch themselves off, some are compared."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from semblend.config import SemBlendConfig
+from semblend.confirm.events import EventKind
+from semblend.confirm.sinks import MemorySink
+from semblend.facade import SemBlend
+from semblend.plan.reuse_plan import DeclineReason
+from semblend.prompt import Prompt
+from semblend.session.session import LoadResult, SessionRequest
+from semblend.session.sessions import EngineTraits, Sessions
+
+
+class Donors:
+    """Every donor that the library knows is there."""
+
+    epoch = 0
+
+    def look_around(self):
+        pass
+
+    def list_missing(self, plan):
+        return []
+
+
+class World:
+    """An engine with a clock of its own: a prefill takes 1 ms for 10 tokens, a reuse ``reuse_ms``."""
+
+    def __init__(self, reuse_ms: float, **config) -> None:
+        self.now, self.reuse_ms, self.count, self.sink = 0.0, reuse_ms, 0, MemorySink()
+        settings = SemBlendConfig(
+            **{"quality": "fast", "metrics": False, "embedder": "none", "control_share": 0.0} | config
+        )
+        library = SemBlend(settings, sinks=[self.sink])
+        traits = EngineTraits("made", "1", samples=True)
+        self.sessions = Sessions(library, traits, Donors(), config=settings, clock=lambda: self.now)
+        self.rng = random.Random(7)
+
+    def draw(self, tokens: int) -> list[int]:
+        return [self.rng.randrange(50_000) for _ in range(tokens)]
+
+    def ask(self, tokens: list[int], keep: bool = False):
+        """The receipt of a request; kept as a donor if wished."""
+        self.count += 1
+        session = self.sessions.make(SessionRequest(f"r{self.count}", Prompt(tokens)))
+        if self.sessions.offer(session, 0):
+            plan = self.sessions.begin_load(session)
+            self.now += self.reuse_ms / 1e3
+            until = plan.spans[0].target_start
+            done = LoadResult(exact_until=until, reused_tokens=plan.reused_tokens, load_ms=1.0)
+            self.sessions.finish_load(session, done)
+        else:
+            self.now += len(tokens) / 10 / 1e3
+        self.sessions.answer(session)
+        if keep:
+            self.sessions.semblend.register(Prompt(tokens), donor_id=f"r{self.count}")
+        receipt = self.sessions.confirm(session)
+        self.sessions.end(session)
+        return receipt
+
+    def hit(self):
+        """A document of 2,000 tokens, then the same under another instruction: the second one's receipt."""
+        document = self.draw(2000)
+        self.ask([*self.draw(20), *document], keep=True)
+        return self.ask([*self.draw(30), *document, *self.draw(10)])
+
+
+def test_a_reuse_that_pays_goes_on_and_its_forecast_comes_true():
+    world = World(reuse_ms=60.0)
+    receipts = [world.hit() for _ in range(60)]
+    assert all(one.reused_tokens for one in receipts)
+    assert receipts[-1].service_ms == pytest.approx(60.0)
+    assert receipts[-1].expected_ms == pytest.approx(60.0, rel=0.05)
+    assert receipts[-1].expected_cold_ms == pytest.approx(204.0, rel=0.05)
+    assert receipts[0].expected_ms is None, "nothing was timed yet"
+
+
+def test_an_engine_in_which_reuse_is_slow_switches_itself_off_and_says_both_times():
+    world = World(reuse_ms=400.0)
+    receipts = [world.hit() for _ in range(80)]
+    late = receipts[-30:]
+    assert sum(bool(one.reused_tokens) for one in late) <= 3, "one is tried now and then"
+    declined = next(one for one in reversed(late) if one.reason)
+    assert declined.reason is DeclineReason.BELOW_BREAK_EVEN
+    assert "ms, a prefill 20" in declined.detail
+
+
+def test_reuse_that_became_slow_is_switched_off_by_an_event_and_on_again_when_it_is_fast():
+    world = World(reuse_ms=60.0)
+    for _ in range(50):
+        world.hit()
+    world.reuse_ms = 500.0
+    for _ in range(60):
+        world.hit()
+    world.reuse_ms = 60.0
+    receipts = [world.hit() for _ in range(600)]
+    assert all(one.reused_tokens for one in receipts[-20:])
+    switches = [event.fields["on"] for event in world.sink.events if event.kind is EventKind.REUSE_SWITCHED]
+    assert switches[0] is False
+    assert True in switches
+
+
+def test_without_learning_rows_are_counted_and_a_slow_reuse_goes_on():
+    world = World(reuse_ms=400.0, learn_costs=False)
+    assert all(world.hit().reused_tokens for _ in range(60))
+
+
+def test_a_share_of_requests_is_computed_without_reuse_and_compared():
+    world = World(reuse_ms=60.0, control_share=0.2)
+    receipts = [world.hit() for _ in range(300)]
+    drawn = [one for one in receipts if one.reason is DeclineReason.CONTROL]
+    assert 25 < len(drawn) < 80
+    assert all(one.kind and not one.reused_tokens for one in drawn)
+    (found,) = world.sessions.trial.compare().values()
+    assert found.low <= 60 / 204 * 1.02
+    assert found.high >= 60 / 204 * 0.98

@@ -442,6 +442,7 @@ def test_metrics_cross_processes_as_plain_data():
     tally, registry = MetricsTally(), CollectorRegistry()
     tally.lookup(0.001)
     tally.declined(DeclineReason.TOO_SHORT)
+    tally.compared("documents", 0.5, 0.4, 0.6)
     tally.donors(2, 100, "host")
     first = tally.take()
     tally.donors(3, 150, "host")
@@ -451,6 +452,8 @@ def test_metrics_cross_processes_as_plain_data():
     assert registry.get_sample_value("semblend_declines_total", {"reason": "too_short"}) == 1
     assert registry.get_sample_value("semblend_donor_bytes", {"tier": "host"}) == 150
     assert tally.take() == {}
+    low = {"kind": "documents", "bound": "low"}
+    assert registry.get_sample_value("semblend_reuse_time_ratio", low) == 0.4
 
 
 def test_versions_that_nobody_looked_at_are_named_so():

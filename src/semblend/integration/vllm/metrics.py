@@ -42,6 +42,9 @@ class MetricsTally(Metrics):
     def confirmed(self, receipt: Receipt) -> None:
         self._add("confirmed", receipt.to_dict())
 
+    def compared(self, kind: str, mean: float, low: float, high: float) -> None:
+        self._add("compared", [kind, mean, low, high])
+
     def donors(self, count: int, bytes_: int, tier: str) -> None:
         self._data["donors"] = [d for d in self._data.get("donors", []) if d[2] != tier] + [[count, bytes_, tier]]
 
@@ -80,6 +83,8 @@ def replay(data: Data, metrics: Metrics) -> None:
         metrics.outcome(Outcome(outcome), engine)
     for record in data.get("confirmed", ()):
         metrics.confirmed(Receipt.from_dict(record))
+    for kind, mean, low, high in data.get("compared", ()):
+        metrics.compared(kind, mean, low, high)
     for count, bytes_, tier in data.get("donors", ()):
         metrics.donors(count, bytes_, tier)
 

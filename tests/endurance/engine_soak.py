@@ -213,6 +213,7 @@ def _let_go(engine: Any, seen: Soak) -> None:
     if engine.pool.free_blocks != engine.pool.blocks - 1:
         seen.wrong.append(f"{engine.pool.used_blocks} blocks leaked")
     engine.reuse.forget_donors()
+    donors.flush()  # what a thread was reading from the disk has its memory until it is done
     if len(donors) or any(donors.used_bytes.values()):
         seen.wrong.append(f"{len(donors)} donors, {donors.used_bytes} bytes after all were forgotten")
     _check(engine, seen)

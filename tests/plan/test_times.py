@@ -89,6 +89,19 @@ def test_an_engine_that_was_timed_when_it_started_knows_at_once_that_short_promp
     assert short.describe().startswith("reuse is expected to take ")
 
 
+def test_the_first_slow_requests_do_not_undo_what_was_measured_at_the_start():
+    model = TimeModel()
+    few, many = Timed(Work.of_prefill(32), 6.0), Timed(Work.of_prefill(4096), 30.0)
+    model.warm_up(PASSES, few, many, Timed(Work(0, 0, 4096), 2.0))
+    ours, cold = Work(900, 900 * 4000, 8000), Work.of_prefill(8192)
+    before = model.expect("balanced", ours, NOTHING, cold).reuse
+    model.note_reuse("balanced", ours, NOTHING, 10 * before)
+    assert model.expect("balanced", ours, NOTHING, cold).reuse < 2 * before
+    for _ in range(60):
+        model.note_reuse("balanced", ours, NOTHING, 3 * before)
+    assert model.expect("balanced", ours, NOTHING, cold).reuse == pytest.approx(3 * before, rel=0.1), "it is slow"
+
+
 def test_what_the_engine_prefills_behind_a_reuse_is_not_learned_as_ours():
     model, cold = TimeModel(), [Work.of_prefill(tokens) for tokens in LENGTHS]
     for work in cold * 20:

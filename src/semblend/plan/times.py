@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -31,6 +31,8 @@ MIN_TIMED = 32
 """So many requests say how long an engine takes, where it was not timed when it started."""
 MIN_REUSED = 8
 WINDOW = 256
+PRIOR = 3.0
+"""What was measured when an engine started counts like so many requests."""
 OUTLIER = 0.15
 """A request that took so much longer or shorter than expected weighs less, the more the less (Huber)."""
 
@@ -112,10 +114,16 @@ class TimeFit:
     def __init__(self) -> None:
         self._seen: deque[tuple[tuple[float, ...], float]] = deque(maxlen=WINDOW)
         self._weights: Floats | None = None
+        self._prior: Floats | None = None
         self._since_fit = 0
 
     def __len__(self) -> int:
         return len(self._seen)
+
+    def begin_with(self, timed: Sequence[Timed]) -> None:
+        """What was measured before any request: it counts like a few of them, however they turn out."""
+        parts = np.array([one.work.parts for one in timed])
+        self._prior = self._weights = fit_parts(parts, np.array([one.ms for one in timed]))
 
     def note(self, work: Work, ms: float) -> None:
         """It took so long; what is no positive time is left out."""
@@ -127,20 +135,26 @@ class TimeFit:
     def expect(self, work: Work) -> float:
         """Milliseconds that such work takes; there must be a sample."""
         if self._weights is None or self._since_fit > len(self._seen) // 16:
-            self._weights = fit_parts(
-                np.array([parts for parts, _ in self._seen]), np.array([ms for _, ms in self._seen])
-            )
+            parts, ms = zip(*self._seen, strict=True)
+            self._weights = fit_parts(np.array(parts), np.array(ms), self._prior)
             self._since_fit = 0
         return float(self._weights @ np.array(work.parts))
 
 
-def fit_parts(parts: Floats, ms: Floats) -> Floats:
-    """How much each part weighs, none of them negative: least squares of relative errors, outliers weighing less."""
+def fit_parts(parts: Floats, ms: Floats, prior: Floats | None = None) -> Floats:
+    """How much each part weighs, none of them negative: least squares of relative errors, outliers weighing less.
+
+    ``prior``: weights that count like `PRIOR` samples.
+    """
+    shares = parts / ms[:, None]
     weights, trust = np.zeros(parts.shape[1]), np.ones(len(ms))
     for _ in range(4):
-        rows = parts / ms[:, None] * np.sqrt(trust)[:, None]
-        weights = solve_not_negative(rows, np.sqrt(trust))
-        off = np.abs(parts @ weights / ms - 1.0)
+        rows, target = shares * np.sqrt(trust)[:, None], np.sqrt(trust)
+        if prior is not None:
+            usual = PRIOR**0.5 * np.diag((parts / (parts @ prior)[:, None]).mean(0))
+            rows, target = np.concatenate((rows, usual)), np.concatenate((target, usual @ prior))
+        weights = solve_not_negative(rows, target)
+        off = np.abs(shares @ weights - 1.0)
         trust = OUTLIER / np.maximum(off, OUTLIER)
     return weights
 
@@ -179,15 +193,13 @@ class TimeModel:
         """
         with self._lock:
             self._warm = True
-            for timed in (few, many):
-                self._cold.note(timed.work, timed.ms)
+            self._cold.begin_with((few, many))
             for path, count in passes.items():
-                fit = self._reuse.setdefault(path, TimeFit())
-                short = Work(count * few.work.rows, count * few.work.keys)
-                fit.note(short, (count + 1) * few.ms)
-                fit.note(short + many.work, (count + 1) * few.ms + many.ms)
+                short, ms = Work(count * few.work.rows, count * few.work.keys), (count + 1) * few.ms
+                seen = [Timed(short, ms), Timed(short + many.work, ms + many.ms)]
                 if load is not None:
-                    fit.note(short + load.work, (count + 1) * few.ms + load.ms)
+                    seen.append(Timed(short + load.work, ms + load.ms))
+                self._reuse.setdefault(path, TimeFit()).begin_with(seen)
 
     def note_cold(self, work: Work, ms: float) -> None:
         with self._lock:
@@ -209,4 +221,8 @@ class TimeModel:
 
     def _expect_more(self, tail: Work) -> float:
         """What the rows of a prefill add to one that has begun."""
-        return self._cold.expect(tail) - self._cold.expect(NOTHING) if tail.rows and len(self._cold) else 0.0
+        return (
+            self._cold.expect(tail) - self._cold.expect(NOTHING)
+            if tail.rows and (self._warm or len(self._cold))
+            else 0.0
+        )

@@ -61,7 +61,9 @@ class House:
 @pytest.fixture(scope="module")
 def house(tmp_path_factory) -> Iterator[House]:
     folder = tmp_path_factory.mktemp("readme")
-    config = SemBlendConfig(embedder="none", quality="fast", events=str(folder / "events.jsonl"))
+    # The short prompts of a fixture need not pay on this machine: they are to be reused all the same.
+    measured = {"learn_costs": False, "control_share": 0.0}
+    config = SemBlendConfig(embedder="none", quality="fast", events=str(folder / "events.jsonl"), **measured)
     engine = Launch(ServeConfig(model=MODEL, device="cpu", pool_tokens=8192)).engine(config)
     engine.start()
     try:

@@ -42,6 +42,9 @@ SHORT_TAIL = 128
 """Tokens behind the last span that we compute in mode fast too: a pass of ours runs in any case, and what is left to
 the engine is then as quick as decoding. Tails of 32 were measured."""
 
+MAX_CHOICES = 12
+"""Of a plan with more spans, only so many ways to cut it short are compared."""
+
 MAX_BEGINNINGS = 3
 """How often a load may begin that loses its slots or its prefix to other requests; then the engine computes it."""
 
@@ -196,9 +199,12 @@ class Sessions:
 
         Behind the last one the engine goes on by itself. The gate, and an engine that computes gaps, take them all.
         """
-        takes_all = session.is_gated or self.traits.computes_gaps
+        count = len(plan.spans)
+        counts = {count}
+        if not (session.is_gated or self.traits.computes_gaps):  # some of many: each of them is worked out
+            counts |= {1 + number * count // MAX_CHOICES for number in range(MAX_CHOICES)} if count > 1 else set()
         best: tuple[ReusePlan, Expectation] | None = None
-        for count in range(len(plan.spans) if takes_all else 1, len(plan.spans) + 1):
+        for count in sorted(counts):
             part = plan if count == len(plan.spans) else replace(plan, spans=plan.spans[:count], saving_ms=None)
             expected = self._expect(session, part)
             if best is None or expected.forecast.reuse <= best[1].forecast.reuse:

@@ -28,7 +28,7 @@ class ConnectorSettings(LocalSettings):
     donor_device_bytes: int = setting(
         0,
         "Accelerator memory for donor KV, per rank; 0 = none. -1 = decided at start: at most a half of what vLLM "
-        "leaves free once it has warmed up, at most a twentieth of the device, and none where 2 GiB would not stay free.",
+        "leaves free once it has warmed up, at most a twentieth of the device, none where 2 GiB would not stay free.",
     )
     donor_bits: int = setting(
         16, "Bits of a number of donor KV outside the accelerator: 16, or 8 for half the memory and a small error."

@@ -647,6 +647,7 @@ def test_a_donor_keeps_the_rotation_that_it_was_computed_with(tmp_path):
     kv = DonorKv(0, 4 * TOKEN_BYTES, tmp_path, budget_disk_bytes=8 * TOKEN_BYTES, rope=usual)
     capture(kv, "a", 1)
     kv.capture("b", 2, cache_filled(2.0), torch.arange(4), longer)  # and "a" goes to disk
+    kv.flush()  # "b" has a file too, and may make room
     held = kv.acquire("b", 2)
     assert held.rope == longer
     kv.release(held)

@@ -104,7 +104,7 @@ class SchedulerConnector:
             self._start_over(request.request_id)
         if record.share is not None and self.shares.find_blocks(record, local_tokens):
             return 0
-        if self._may_share(record) and self.shares.join(record, local_tokens, self._records):
+        if self.shares and self._may_share(record) and self.shares.join(record, local_tokens, self._records):
             return None
         before = record.decision
         offered = self.sessions.offer(record, local_tokens)
@@ -320,7 +320,9 @@ class SchedulerConnector:
         self._refused.pop(request_id, None)
 
     def _catch_up(self) -> None:
-        if self.donors.catch_up():
+        is_void = self.donors.catch_up()
+        self.shares.drop_donors(self.donors.take_forgotten())
+        if is_void:
             self.reset()
 
     def _adopt_weights(self, digest: str) -> None:
@@ -391,8 +393,7 @@ class SchedulerConnector:
         self.shares.drop_of(record)
         self.locks.unlock(record)  # what is in its blocks is exact, or will be: vLLM may find it
         if result.reason is DeclineReason.VALIDATION_FAILED and plan is not None:
-            for donor_id in result.faulty_donors or plan.donor_ids:
-                self.shares.drop_donor(donor_id)
+            self.shares.drop_donors(result.faulty_donors or plan.donor_ids)
 
     # -- its life --------------------------------------------------------------------------------------------------
 

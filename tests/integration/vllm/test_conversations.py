@@ -50,7 +50,7 @@ def serve(world, name="one", tokens=FIRST, said=40, **rest):
 
 def go_on(world, name, earlier, tokens=NEXT, local=BLOCK, **rest):
     """A request that finds the blocks of an earlier one; returns it and its receipt's parts."""
-    request = FakeRequest(name, tokens, **rest)
+    request = rest.pop("request", None) or FakeRequest(name, tokens, **rest)
     assert world.half.count_matched(request, local) is None, "its hashes are salted now, and vLLM looks again"
     found = min(find_blocks(earlier, request), (len(tokens) - 1) // BLOCK * BLOCK)
     assert world.half.count_matched(request, found) == 0
@@ -185,6 +185,19 @@ def test_nobody_goes_on_from_what_is_void(world, end, looks):
     assert world.half.count_matched(request, found if looks == "before" else 0) is not None
     assert request.block_hashes == before
     assert len(world.half.shares) == 0
+    world.donor("new")
+    serve(world, "stranger", [*FIRST[:-1], 77])
+    assert world.half.count_matched(FakeRequest("later", NEXT), 0) is not None, "nor once others share again"
+
+
+def test_a_turn_whose_prompt_is_exact_by_now_takes_that(world):
+    serve(world)
+    request = FakeRequest("two", NEXT)
+    before = list(request.block_hashes)
+    claimed = world.half.count_matched(request, 2 * BLOCK)
+    assert claimed is not None
+    assert request.block_hashes == before
+    assert world.half.count_matched(request, 14 * BLOCK) == 0, "a donor holds no more than that"
 
 
 def test_a_donor_that_only_had_no_room_any_more_leaves_its_conversations_going(world):
@@ -296,10 +309,12 @@ def test_a_turn_goes_on_only_where_the_risk_leaves_room_for_another_question(wor
 def test_a_turn_teaches_nothing_about_how_long_loads_and_prefills_take():
     world = World(learn_costs=True)
     world.donor()
+    request = FakeRequest("two", NEXT)
+    assert world.half.count_matched(request, 0) > 0, "it gets no blocks yet"
     one = serve(world)
     times = world.half.sessions.times
     before = len(times._cold), {path: len(fit) for path, fit in times._reuse.items()}
-    go_on(world, "two", one)
+    go_on(world, "two", one, request=request)
     assert (len(times._cold), {path: len(fit) for path, fit in times._reuse.items()}) == before
 
 

@@ -89,16 +89,16 @@ class SharedBlocks:
 
     def _find(self, record: Record) -> Iterator[Share]:
         """Shares of the prompts that this one begins with, the longest first."""
-        if not self._ends:
-            return
         tokens, full = record.source.prompt_token_ids, record.source.block_hashes
-        namespace = record.prompt.namespace.digest
+        if self._ends.keys().isdisjoint(full):
+            return
+        asked = (record.prompt.namespace.digest, record.mode)
         for count in range(len(full), 0, -1):
-            ends = self._ends.get(full[count - 1])
-            for share in sorted(ends, key=lambda one: -one.prompt_tokens) if ends else ():
-                rest = tuple(tokens[count * self._block_tokens : share.prompt_tokens])
-                if (share.rest, share.namespace, share.mode) == (rest, namespace, record.mode):
-                    yield share
+            if shares := self._ends.get(full[count - 1]):
+                rest = tuple(tokens[count * self._block_tokens : (count + 1) * self._block_tokens])
+                found = [one for one in shares if one.rest == rest[: len(one.rest)]]
+                found = [one for one in found if (one.namespace, one.mode) == asked]
+                yield from sorted(found, key=lambda one: -one.prompt_tokens)
 
     def find_blocks(self, record: Record, found_tokens: int) -> bool:
         """vLLM has looked with the salted hashes; where the blocks are gone, the request is like any other again.

@@ -101,14 +101,17 @@ def test_a_turn_that_takes_several_steps_is_found_whole_by_the_next(any_world):
     assert len(world.loads) == 1
 
 
-def test_a_turn_in_mode_balanced_goes_on_where_the_risk_leaves_room(any_world):
+@pytest.mark.parametrize("quality", ["balanced", "1e+12"])
+def test_a_gated_turn_goes_on_where_the_risk_leaves_room(any_world, quality):
     world = any_world
-    _, output, words = begin(world, 55, quality="balanced")
+    _, output, words = begin(world, 55, quality=quality)
     risk = world.receipt(output)["risk"]
-    (second,) = world.ask(words + world.question("And then?"), quality="balanced")
-    goes_on = explain_no_room(risk, "balanced") is None
-    assert (len(world.loads) == 1) is goes_on
+    (second,) = world.ask(words + world.question("And then?"), quality=quality)
+    goes_on = explain_no_room(risk, quality) is None
+    assert goes_on is (quality != "balanced"), "the gate trusts everything here, and sees what it trusts"
+    assert ("earlier prompt" in world.receipt(second)["detail"]) is goes_on
     if goes_on:
+        assert len(world.loads) == 1
         assert world.receipt(second)["risk"] == risk
 
 

@@ -150,7 +150,8 @@ def test_a_turn_goes_on_where_only_a_few_blocks_were_evicted(world):
     assert world.half.count_matched(request, 10 * BLOCK) == 0
     world.allocate(request, len(NEXT))
     world.told(world.step(new=[(request, 10 * BLOCK, len(NEXT) - 10 * BLOCK)]))
-    assert world.half.finish("two").reused_tokens == 10 * BLOCK - 17
+    receipt = world.half.finish("two")
+    assert receipt.reused_tokens == receipt.span_tokens == 10 * BLOCK - 17
 
 
 def forget_by_operator(world):
@@ -346,6 +347,16 @@ def test_other_keys_give_other_hashes():
         salt(request, 0, key)
         request.say(40)
     assert not set(requests[0].block_hashes) & set(requests[1].block_hashes)
+
+
+def test_of_a_request_that_we_gave_up_no_further_block_enters(world):
+    world.half.locks.block_pool, world.half.locks.cached_counts = CountingPool(), [{}]
+    one = serve(world)
+    salted = list(one.block_hashes)
+    assert "one" not in world.half.locks.cached_counts[0]
+    world.half.give_up("one")
+    assert world.half.locks.cached_counts[0]["one"] > 1000, "nobody would take back what is announced of it"
+    assert one.block_hashes == salted
 
 
 class Pool(CountingPool):

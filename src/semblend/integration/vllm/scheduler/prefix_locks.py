@@ -156,6 +156,11 @@ class PrefixLocks:
             restore(record.source, record.salted)
             record.salted = None
 
+    def end_caching(self, record: Record) -> None:
+        """No further block of a request enters the prefix cache, as far as the version lets us say so."""
+        if self.block_pool is not None:
+            keep_out(self.block_pool, self.cached_counts, record.request_id, ())
+
     def keep_private(self, records: Iterable[Record]) -> None:
         """When vLLM has entered blocks: they are in under hashes that we gave them only, and nothing is announced."""
         for record in records:

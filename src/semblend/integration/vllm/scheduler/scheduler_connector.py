@@ -309,7 +309,9 @@ class SchedulerConnector:
         if record is not None:
             self._release_blocks(record)
             self.shares.drop_of(record)
-            if not record.holds_moved_kv:  # computed cold, under its own hashes; filled blocks must stay salted
+            if record.holds_moved_kv:  # filled blocks must stay salted, and nobody looks after those of its answer
+                self.locks.end_caching(record)
+            else:  # computed cold, under its own hashes
                 self.locks.unlock(record)
         self.semblend.release(request_id)
 

@@ -123,16 +123,17 @@ class SharedBlocks:
         """
         share = record.share
         if share is not None and share.result is not None:
+            plan = share.plan.until(record.found_tokens)
             goes_on = f"goes on from {record.found_tokens} tokens of an earlier prompt, whose risk this is"
             result = LoadResult(
-                share.plan.spans[0].target_start,
-                share.plan.until(record.found_tokens).reused_tokens,
+                plan.spans[0].target_start,
+                plan.reused_tokens,
                 risk=share.result.risk,
                 escalations=share.result.escalations,
                 canary=share.result.canary,
                 detail=goes_on if share.prompt_tokens < len(record.prompt) else "",
             )
-            record.share_kv(share.plan, result)
+            record.share_kv(plan, result)
 
     def leave(self, record: Record) -> None:
         """The request goes its own way, under its own hashes."""

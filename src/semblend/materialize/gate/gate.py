@@ -48,6 +48,11 @@ class Gate:
         shape = PlanShape.of(plan)
         return cls(thresholds, nats, _find_dial(thresholds, shape), shape.order)
 
+    @property
+    def sees_at_once(self) -> bool:
+        """Whether one pass is enough to judge a repair by: a dial does, and it was tried on passages in order."""
+        return self.dial is not None and self.order is PassageOrder.IN_ORDER
+
     def begin(self) -> RecomputeLevel:
         """The level to begin with, known before anything is computed."""
         if self.dial is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
@@ -164,9 +165,11 @@ class RepairedDeviation(Observer):
         self._inner.on_weights(weights, start, rows)
 
     def mean_over(self, at: npt.NDArray[np.bool_], weight: npt.NDArray[np.floating[Any]]) -> float:
-        """Mean over the rows that ``at`` marks, by ``weight``."""
-        if not self._chunks or not at.any() or not weight.sum() > 0:
+        """Mean over the rows that ``at`` marks, by ``weight``; no number where all weigh nothing."""
+        if not self._chunks or not at.any():
             return 0.0
+        if not weight.sum() > 0:
+            return math.nan
         found = torch.cat(self._chunks).cpu().numpy()[at]
         return float((found * weight).sum() / weight.sum())
 

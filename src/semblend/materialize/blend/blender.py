@@ -46,7 +46,7 @@ from semblend.materialize.blend.quality import (
 from semblend.materialize.contract import Model
 from semblend.materialize.donors.tiers import DonorKv
 from semblend.materialize.gate.gate import Gate, prefill_at_once
-from semblend.materialize.gate.observers import AttentionMass, KvDeviation, LateAttentionMass, RepairedDeviation
+from semblend.materialize.gate.observers import AttentionMass, KvDeviation, RepairedDeviation
 from semblend.materialize.gate.thresholds import RiskFeatures, compute_entropy, next_token_kl
 from semblend.materialize.kv.moves import DonorTensors, Move
 from semblend.materialize.kv.splice import splice
@@ -394,7 +394,7 @@ class Repair:
             chosen = select_largest(left, known[left], count)
             rows = np.union1d(first, chosen)
             if len(chosen) and self._allows(state, rows) and self._passes.is_affordable(state, len(rows)):
-                yield from self._run_step(state, steps[0], chosen, rows, LateAttentionMass(), is_first=True)
+                yield from self._run_step(state, steps[0], chosen, rows, AttentionMass(), is_first=True)
                 return
         watch = AttentionMass()
         yield from self._passes.compute(state, "fast", first, watch, check=True)
@@ -423,7 +423,7 @@ class Repair:
                         return "over_budget"
                     break
                 state.escalations += state.step is not None
-                watch = LateAttentionMass()
+                watch = AttentionMass()
                 yield from passes.put_aside(state)
                 yield from self._run_step(state, step, chosen, rows, watch)
             if state.risk is not None and state.gate.accepts(step.percent, state.risk):

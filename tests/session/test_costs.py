@@ -39,7 +39,7 @@ class World:
         library = SemBlend(settings, sinks=[self.sink])
         traits = EngineTraits("made", "1", samples=True)
         self.sessions = Sessions(library, traits, Donors(), config=settings, clock=lambda: self.now)
-        self.rng = random.Random(7)
+        self.rng, self.repairs, self.escalations = random.Random(7), [], 0
 
     def draw(self, tokens: int) -> list[int]:
         return [self.rng.randrange(50_000) for _ in range(tokens)]
@@ -52,7 +52,9 @@ class World:
             plan = self.sessions.begin_load(session)
             self.now += self.reuse_ms / 1e3
             until = plan.spans[0].target_start
-            done = LoadResult(exact_until=until, reused_tokens=plan.reused_tokens, load_ms=1.0)
+            self.repairs.append(plan.repair)
+            more = 0 if plan.repair else self.escalations
+            done = LoadResult(until, plan.reused_tokens, load_ms=1.0, escalations=more, work=0.2)
             self.sessions.finish_load(session, done)
         else:
             self.now += len(tokens) / 10 / 1e3
@@ -119,3 +121,12 @@ def test_a_share_of_requests_is_computed_without_reuse_and_compared():
     (found,) = world.sessions.trial.compare().values()
     assert found.low <= 60 / 204 * 1.02
     assert found.high >= 60 / 204 * 0.98
+
+
+def test_prompts_of_a_kind_that_needed_two_repairs_begin_with_the_second():
+    world = World(reuse_ms=60.0, quality="balanced")
+    world.escalations = 1
+    receipts = [world.hit() for _ in range(8)]
+    assert world.repairs[:4] == [0] * 4
+    assert world.repairs[-2:] == [20, 20]
+    assert [one.escalations for one in receipts[-2:]] == [0, 0]

@@ -204,6 +204,8 @@ class Sessions:
         if not (session.is_gated or self.traits.computes_gaps):  # some of many: each of them is worked out
             counts |= {1 + number * count // MAX_CHOICES for number in range(MAX_CHOICES)} if count > 1 else set()
         best: tuple[ReusePlan, Expectation] | None = None
+        repair = self.outcomes.choose_repair(plan, session.prompt.namespace, session.mode)
+        plan = replace(plan, repair=repair) if repair else plan
         for count in sorted(counts):
             part = plan if count == len(plan.spans) else replace(plan, spans=plan.spans[:count], saving_ms=None)
             expected = self._expect(session, part)
@@ -216,8 +218,8 @@ class Sessions:
         """What a plan makes us and the engine compute, and how long that is expected to take."""
         tokens, exact = plan.prompt_tokens, plan.exact_tokens
         end = tokens if self.traits.samples else min(tokens, self.find_claim_end(session, plan) + 1)
-        repaired = self.quality.steps[0].percent / 100 if session.is_gated else 0.0
-        work = count_work(plan.until(end), self.quality, repaired)
+        repaired = max(self.quality.steps[0].percent, plan.repair) if session.is_gated else 0
+        work = count_work(plan.until(end), self.quality, repaired / 100)
         tail = Work.of_prefill(tokens, end) if end < tokens else NOTHING
         forecast = self.times.expect(session.path, work, tail, Work.of_prefill(tokens, exact))
         return Expectation(work, tail, forecast, name_kind(plan, read_nats(session.mode)))
@@ -389,7 +391,15 @@ class Sessions:
             if session.plan is not None and (session.is_gated or forecast.timed):
                 took = ms if forecast.timed else result.work * forecast.cold
                 namespace = session.prompt.namespace
-                self.outcomes.learn(session.plan, namespace, forecast, session.mode, took=took, reason=result.reason)
+                self.outcomes.learn(
+                    session.plan,
+                    namespace,
+                    forecast,
+                    session.mode,
+                    took=took,
+                    reason=result.reason,
+                    escalations=result.escalations,
+                )
             if forecast.timed:
                 self.trial.note(expected.kind, ms, forecast.cold, control=False)
 

@@ -379,7 +379,7 @@ class SchedulerConnector:
         key = self.shares.begin(record, plan) if self._shares_blocks else None
         self.locks.lock(record, plan.spans[0].target_start, key)
         spans = (replace(one, generation=self.donors.find_generation(one.donor_id)) for one in plan.spans)
-        self._loads.add(record, plan.prompt_tokens, spans)
+        self._loads.add(record, plan, spans)
         self.healing.note_load(record)
         self.donors.note_used(plan.donor_ids)
 
@@ -456,19 +456,20 @@ class PendingLoads:
         """Whether a load waits to be ordered."""
         return bool(self._waiting)
 
-    def add(self, record: Record, plan_tokens: int, spans: Iterable[Span]) -> None:
+    def add(self, record: Record, plan: ReusePlan, spans: Iterable[Span]) -> None:
         """A request was given its blocks; ``spans`` carry the workers' generations."""
         assert record.block_ids is not None, "vLLM has just told them"
         self._waiting.append(
             Load(
                 record.request.request_id,
-                record.prompt.token_ids[:plan_tokens].astype(np.int32),
+                record.prompt.token_ids[: plan.prompt_tokens].astype(np.int32),
                 tuple(record.block_ids),
                 record.exact_tokens,
                 record.claim_end,
                 tuple(spans),
                 record.mode,
                 record.prompt.namespace.tenant,
+                plan.repair,
             )
         )
 

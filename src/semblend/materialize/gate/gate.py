@@ -119,7 +119,7 @@ MIN_REPAIRED = 3.0
 """Outcomes, newer ones counting more, below which nothing is said of that share."""
 TRY_LESS_EVERY = 16
 """One in so many begins with the smallest repair all the same, so that a kind can recover."""
-MAX_TENANTS, MAX_RECORDS = 256, 1024
+MAX_TENANTS, MAX_RECORDS, MAX_DONORS = 256, 1024, 4096
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
@@ -209,6 +209,7 @@ class OutcomeMemory:
     def __init__(self, thresholds: Thresholds | None = None) -> None:
         self._thresholds = thresholds
         self._tenants: OrderedDict[str, OrderedDict[tuple[str, str], _Record]] = OrderedDict()
+        self._donors: OrderedDict[str, bool] = OrderedDict()  # that passes of ours have looked at
         self._lock = threading.Lock()
 
     def judge(self, plan: ReusePlan, namespace: Namespace, forecast: Forecast, quality: str = GATED_MODE) -> Verdict:
@@ -240,6 +241,13 @@ class OutcomeMemory:
         with self._lock:
             return self._find(namespace, name_kind(plan, read_nats(quality))).choose_repair()
 
+    def knows_donors(self, plan: ReusePlan, quality: str = GATED_MODE) -> bool:
+        """Whether one pass is likely to do: earlier questions have shown what matters in its donors."""
+        if self._thresholds is None or not Gate.of(self._thresholds, plan, read_nats(quality)).sees_at_once:
+            return False
+        with self._lock:
+            return all(donor_id in self._donors for donor_id in plan.donor_ids)
+
     def learn(
         self,
         plan: ReusePlan,
@@ -264,8 +272,11 @@ class OutcomeMemory:
         kind = name_kind(plan, read_nats(quality))
         with self._lock:
             record = self._find(namespace, kind)
-            if find_path(quality) == GATED_MODE and not refused:
-                record.note_repair(plan.repair, escalations > 0)
+            if find_path(quality) == GATED_MODE:
+                for donor_id in plan.donor_ids:
+                    _take(self._donors, donor_id, lambda: True, MAX_DONORS)
+                if not refused:
+                    record.note_repair(plan.repair, escalations > 0)
             if refused:
                 record.add(refusal=max(COLD, took / forecast.cold))
             else:

@@ -102,9 +102,8 @@ def serve_burst(world, prompts, **asked):
                 outputs[one.request_id] = one
         steps, blocks = steps + 1, max(blocks, free - world.count_free_blocks())
     receipts = [world.receipt(one) for one in outputs.values()]
-    became = Counter(
-        "loaded" if one["reused_tokens"] else "found" if one["exact_tokens"] else "computed" for one in receipts
-    )
+    kinds = [(one["reused_tokens"] > 0, one["exact_tokens"] == SHARED) for one in receipts]
+    became = Counter("loaded" if reused else "found" if exact else "computed" for reused, exact in kinds)
     found = {**became, "steps": steps, "blocks": blocks, "TTFT p50 ms": round(statistics.median(ttft.values()))}
     return [read_answer(outputs[f"user-{number}"]) for number in range(len(prompts))], found
 

@@ -61,7 +61,7 @@ class SharedBlocks:
 
         In the second case the request's hashes are salted like theirs, so that vLLM's next look finds them.
         """
-        share = self._shares.get(self._name(record))
+        share = self._shares.get(self._name(record)) if self._shares else None
         if share is None:
             return False
         self._shares.move_to_end(share.prompt)

@@ -19,7 +19,7 @@ import sys
 import time
 from collections import Counter
 
-USERS, DOCUMENT, INSTRUCTION, QUESTION, ROUNDS, BLOCK = (1, 4, 8, 24, 48), 1200, 60, 24, 3, 32
+USERS, DOCUMENT, INSTRUCTION, QUESTION, ROUNDS, BLOCK = (1, 8, 24), 600, 60, 24, 2, 32
 
 
 def measure(kind: str) -> None:
@@ -36,10 +36,10 @@ def measure(kind: str) -> None:
         model=os.environ["SEMBLEND_TEST_VLLM_MODEL"],
         dtype="float32",
         enforce_eager=True,
-        max_model_len=2048,
-        max_num_batched_tokens=2048,
-        max_num_seqs=64,
-        kv_cache_memory_bytes=3 << 30,
+        max_model_len=1024,
+        max_num_batched_tokens=1024,
+        max_num_seqs=32,
+        kv_cache_memory_bytes=1 << 30,
         block_size=BLOCK,
         enable_prefix_caching=True,
         kv_transfer_config=None if kind == "stock" else ours,
@@ -81,8 +81,9 @@ def measure(kind: str) -> None:
 def main() -> None:
     rows = []
     for kind in ("stock", "requests that wait", "loads begun"):
-        done = subprocess.run([sys.executable, __file__, kind], capture_output=True, text=True, check=True)
+        done = subprocess.run([sys.executable, __file__, kind], stdout=subprocess.PIPE, text=True, check=True)
         rows += [json.loads(line[4:]) for line in done.stdout.splitlines() if line.startswith("ROW ")]
+        print(done.stdout, file=sys.stderr)
     print("| users | engine | KV blocks held | CPU s | TTFT p50 s | outcomes |\n|---:|---|---:|---:|---:|---|")
     for users in USERS:
         for kind in dict.fromkeys(row["kind"] for row in rows):

@@ -8,7 +8,6 @@ whole answer (cold's own greedy answer, teacher forced), agreement of the most l
 answers (edit similarity of the next line for code), perplexity of the reference answer, whether a planted code is
 answered. Against the reference: the same score. `rerun` is cold again, prefilled in chunks: what rounding alone does;
 with --other-order, `other order` is cold with the passages that moved in a third order: what two retrievals do.
-`stage N` rows are what the gate's passes leave after N %, with every signal that a gate could decide by.
 Mode balanced goes by the table of the model's name (--name, or the file's), or by the one for unknown models: the notes
 say which.
 FLOPs are a share of the cold prefill's, all passes and the observation counted.

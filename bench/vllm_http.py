@@ -46,8 +46,13 @@ BY_LENGTH = "Time to first token through an HTTP server, by length"
 INSTRUCTIONS = (
     "You are a careful assistant. Read the following texts.\n\n",
     "You work in the archive of a newspaper and help readers who ask for old stories. Here is what you have found.\n\n",
+    "A colleague has left these texts on your desk, and will call in a minute to hear what you make of them.\n\n",
 )
-QUESTIONS = ("\n\nSummarize the texts above in two sentences.\nSummary:", "\n\nWho is named in the texts?\nAnswer:")
+QUESTIONS = (
+    "\n\nSummarize the texts above in two sentences.\nSummary:",
+    "\n\nWho is named in the texts?\nAnswer:",
+    "\n\nWhat happened first, and where?\nAnswer:",
+)
 
 
 def read_texts(folder: Path, source: str) -> list[str]:

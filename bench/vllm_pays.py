@@ -11,7 +11,8 @@ salt of its own, so that nothing is found by chance:
     exact     stock: the same prompt with another question at its end, from its prefix cache: the limit of any reuse
     miss      ours: a prompt of which nothing was seen; it becomes the donor of the next
     balanced  ours: the miss's context under another instruction, with another question; the default mode
-    fast      the same in mode fast, after a donor of its own
+    later     ours: a third instruction and question for the same context; the default mode, one pass
+    fast      as balanced, in mode fast, after a donor of its own
     half      ours, default mode: only the first half of the context is a donor's
 
 Contexts are articles of four data sets; `contexts` writes their tokens, so that the machine with the GPU needs no data.
@@ -42,7 +43,8 @@ MAX_TOKENS_OF_A_SET = 600_000
 FORCED_BELOW = 8192
 RECEIPT = ("outcome", "reason", "detail", "risk", "escalations", "mode", "kind", "reused_tokens", "recomputed_tokens",
            "lookup_ms", "load_ms", "compute_ms", "service_ms", "expected_ms", "expected_cold_ms")  # fmt: skip
-ARMS = ("stock:cold", "stock:exact", "ours:miss", "ours:balanced", "ours:fast", "ours:half", "forced:balanced")
+ARMS = ("stock:cold", "stock:exact", "ours:miss", "ours:balanced", "ours:later", "ours:fast", "ours:half",
+        "forced:balanced")  # fmt: skip
 
 
 def write_contexts(model: str, folder: Path, out: str) -> None:
@@ -79,6 +81,7 @@ class Case:
         self._ask("stock:exact", lead[1] + context + ask[0], "cold")
         self._ask("ours:miss", donor, "balanced")
         self._ask("ours:balanced", target, "balanced")
+        self._ask("ours:later", lead[2] + context + ask[2], "balanced")
         self._ask("ours:half", half, "balanced")
         self._ask("ours:donor", donor, "fast")
         self._ask("ours:fast", target, "fast", quality="fast")
@@ -182,8 +185,8 @@ def tabulate_predictions(rows: list[dict[str, Any]]) -> list[list[Any]]:
     """How far what was expected of a plan was from what it took."""
     lines = []
     for length in dict.fromkeys(row["length"] for row in rows):
-        for arm in ("ours:balanced", "ours:fast", "ours:half"):
-            found = [row["arms"][arm] for row in rows if row["length"] == length]
+        for arm in ("ours:balanced", "ours:later", "ours:fast", "ours:half"):
+            found = [row["arms"][arm] for row in rows if row["length"] == length and arm in row["arms"]]
             found = [one for one in found if one.get("expected_ms") and one.get("service_ms")]
             served = [one["expected_ms"] / one["service_ms"] - 1 for one in found if one.get("reused_tokens")]
             cold = [one["expected_cold_ms"] / one["service_ms"] - 1 for one in found if not one.get("reused_tokens")]

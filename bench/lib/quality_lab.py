@@ -7,14 +7,13 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lib.gate_signals import OracleBlender, RolloutBlender, WatchedBlender
 from lib.quality_cases import Case
 from semblend.engine.model.attention import RowBatch
 from semblend.engine.model.model import DecoderModel, PooledModel
@@ -32,7 +31,6 @@ from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.plan.selection import list_reused_positions
 from semblend.quality import GATED_MODE, find_path
 
-NEVER = Thresholds(0.0, 0.0, 0.0)
 LOOKS = ("deviation",)
 """Passes that end early."""
 RERUN_CHUNK, RERUN_CHUNKS = 1000, 3
@@ -44,8 +42,8 @@ REFERENCE_TOKENS = 32
 class Recipe:
     """How a prompt is prepared.
 
-    ``one_pass``: a baseline that needs no look first, so it is charged for one pass. ``stages``: what every pass of
-    the gate leaves is a row of its own. ``extra``: an experiment that a run does only when it is named.
+    ``one_pass``: a baseline that needs no look first, so it is charged for one pass. ``extra``: an experiment that a
+    run does only when it is named.
     """
 
     name: str
@@ -53,8 +51,6 @@ class Recipe:
     alone: bool = False
     unmoved: bool = False
     one_pass: bool = False
-    stages: bool = False
-    blender: type[Blender] = Blender
     extra: bool = False
     bits: int = 16
 
@@ -87,14 +83,10 @@ def recipes(thresholds: Thresholds) -> tuple[Recipe, ...]:
         Recipe("product-40", product(40)),
         Recipe("balanced", balanced),
         Recipe("attended-20", fixed(20, "attended"), extra=True),
-        Recipe("product-10", product(10), blender=WatchedBlender, extra=True),
-        Recipe("product-60", product(60), blender=WatchedBlender, extra=True),
+        Recipe("product-10", product(10), extra=True),
+        Recipe("product-60", product(60), extra=True),
         Recipe("deep4-25", replace(product(25), layer_share=0.2), extra=True),
         Recipe("deep8-25", replace(product(25), layer_share=0.55), extra=True),
-        Recipe("oracle-40", product(40), blender=OracleBlender, extra=True),
-        Recipe("rollout-40", product(40), blender=RolloutBlender, extra=True),
-        Recipe("stage", replace(balanced, thresholds=NEVER, most_work=10), stages=True, extra=True),
-        Recipe("lean stage", replace(balanced, thresholds=NEVER, refresh=False, most_work=10), stages=True, extra=True),
     )
 
 
@@ -107,7 +99,6 @@ class Prepared:
     logits: Tensor
     flops: float
     blended: Blended | None = None
-    signals: dict[str, float] = field(default_factory=dict)
 
 
 class Lab:
@@ -124,8 +115,7 @@ class Lab:
     ) -> None:
         """``other_order``: passages that moved are also computed cold in a third order, the yardstick of users."""
         self.model, self.tokenizer, self.recipes, self.other_order = model, tokenizer, chosen, other_order
-        states = len(chosen) + 4 * sum(recipe.stages for recipe in chosen) + 4
-        self.pool: KvPool = model.new_pool(states * (longest + 64))
+        self.pool: KvPool = model.new_pool((len(chosen) + 4) * (longest + 64))
         self.stop = set(model.spec.eos_ids)
 
     def run(self, case: Case) -> list[dict[str, Any]]:
@@ -154,7 +144,7 @@ class Lab:
                 kv = self._captured(donors, bits)
                 plan = ReusePlan(spans, len(case.tokens))
                 for recipe in chosen:
-                    made += self._prepare(recipe, case, plan, kv, cold, blocks)
+                    made += self._prepare(recipe, case, plan, kv, blocks)
         answers = self._answers(made, case)
         forced = self._forced(made, case, answers[0] or [next(iter(self.stop))])
         reference = self._reference(case, answers[0])
@@ -189,52 +179,18 @@ class Lab:
             self.pool.free(blocks)
         return kv
 
-    def _prepare(
-        self, recipe: Recipe, case: Case, plan: ReusePlan, kv: DonorKv, cold: Prepared, blocks: list[int]
-    ) -> list[Prepared]:
+    def _prepare(self, recipe: Recipe, case: Case, plan: ReusePlan, kv: DonorKv, blocks: list[int]) -> list[Prepared]:
         slots = self._room(case, blocks)
         if recipe.unmoved:
             return [self._unmoved(recipe, case, plan, kv, slots)]
-        if recipe.stages:
-            return self._stages(recipe, case, plan, kv, slots, blocks)
-        blender = recipe.blender(PooledModel(self.model, self.pool), kv, recipe.settings)
-        seen: dict[str, float] = {}
-        if isinstance(blender, WatchedBlender):
-            blender.watched.tell = lambda _name, signals, _logits: seen.update(signals)
-        if isinstance(blender, OracleBlender):
-            blender.oracle.cold_slots = cold.slots
+        blender = Blender(PooledModel(self.model, self.pool), kv, recipe.settings)
         done = blender.prepare(Placed(case.tokens, slots), plan)
         if isinstance(done, Decline) and done.reason in (DeclineReason.BELOW_BREAK_EVEN, DeclineReason.QUALITY_RISK):
             return [Prepared(recipe.name, slots, self._prefill(case.tokens, slots), 1.0)]
         if not isinstance(done, Blended):
             raise SystemExit(f"{case.case_id}: {recipe.name} declined: {done.reason}: {done.detail}")
-        flops = self._flops(recipe, done.passes, len(case.tokens), last=True)
-        return [Prepared(recipe.name, slots, done.logits_last, flops, done, seen)]
-
-    def _stages(
-        self, recipe: Recipe, case: Case, plan: ReusePlan, kv: DonorKv, slots: Tensor, blocks: list[int]
-    ) -> list[Prepared]:
-        """A copy of the KV after each repair, with what could be seen then."""
-        made: list[Prepared] = []
-        length = len(case.tokens)
-        blender = WatchedBlender(PooledModel(self.model, self.pool), kv, recipe.settings)
-
-        def tell(name: str, signals: dict[str, float], logits: Tensor) -> None:
-            if not name.startswith("repair"):
-                return
-            kept = self._room(case, blocks)
-            for part in (self.pool.k, self.pool.v):
-                part[:, kept[:length]] = part[:, slots[:length]]
-            made.append(
-                Prepared(f"{recipe.name} {name.split()[1]}", kept, logits[-1].clone(),
-                         self._flops(recipe, blender.watched.so_far, length, last=False), None, signals)
-            )  # fmt: skip
-
-        blender.watched.tell = tell
-        done = blender.prepare(Placed(case.tokens, slots), plan)
-        if isinstance(done, Decline) and done.reason is not DeclineReason.BELOW_BREAK_EVEN:
-            raise SystemExit(f"{case.case_id}: {recipe.name} declined: {done.reason}: {done.detail}")
-        return made
+        flops = self._flops(recipe, done.passes, len(case.tokens))
+        return [Prepared(recipe.name, slots, done.logits_last, flops, done)]
 
     def _unmoved(self, recipe: Recipe, case: Case, plan: ReusePlan, kv: DonorKv, slots: Tensor) -> Prepared:
         """The control: donor KV where it is wanted, keys as they were."""
@@ -264,7 +220,7 @@ class Lab:
     def _cold_flops(self, tokens: int) -> float:
         return self._pass_flops(tokens, tokens * (tokens + 1) // 2)
 
-    def _flops(self, recipe: Recipe, passes: Sequence[Pass], tokens: int, *, last: bool) -> float:
+    def _flops(self, recipe: Recipe, passes: Sequence[Pass], tokens: int) -> float:
         """All passes; the observation of attention after each but the last of all, which nobody looks at."""
         total, spec = 0.0, self.model.spec
         gated = find_path(recipe.settings.mode) == GATED_MODE and not recipe.one_pass
@@ -273,8 +229,7 @@ class Lab:
                 continue
             # a look ends after the projections of the next layer, about a fifth of it
             total += self._pass_flops(one.rows, one.keys, one.layers + 0.2 if one.name in LOOKS else None)
-            watched = not last or number < len(passes) - 1
-            if gated and watched and one.name not in LOOKS:
+            if gated and number < len(passes) - 1 and one.name not in LOOKS:
                 total += 2 * spec.layers * spec.heads * spec.head_dim * min(QUESTION_ROWS, one.rows) * tokens
         return total / self._cold_flops(tokens)
 
@@ -336,7 +291,6 @@ class Lab:
             "donor_fact": (case.donor_code in text) if case.donor_code else None,
             "risk": done.risk if done else None, "decision": done.decision if done else None,
             "escalations": done.escalations if done else None, "canary": done.canary if done else None,
-            "signals": one.signals,
             "changed": answers[i] != answers[0], "work": done.work if done else None,
             "features": asdict(done.features) if done and done.features else None,
         }  # fmt: skip

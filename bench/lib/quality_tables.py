@@ -129,8 +129,8 @@ def _gate(report: reporting.Report, rows: Sequence[Row]) -> None:
 def _signals(report: reporting.Report, rows: Sequence[Row]) -> None:
     """How well each signal, after each step, ranks the damage of what would be served."""
     lines = []
-    for recipe in _names([row for row in rows if row["signals"]], "recipe"):
-        kept = [row for row in rows if row["recipe"] == recipe and row["signals"]]
+    for recipe in _names([row for row in rows if row.get("signals")], "recipe"):
+        kept = [row for row in rows if row["recipe"] == recipe and row.get("signals")]
         for signal in kept[0]["signals"] if len(kept) > 3 else ():
             seen = [row["signals"][signal] for row in kept]
             lines.append([

@@ -16,7 +16,8 @@ from default_dial import fit_default_dial, read_measures
 from lib.quality_cases import CHATML, ZEPHYR, choose_chat_form
 from lib.reporting import find_result
 
-from semblend.materialize.gate.thresholds import DEFAULT, PassageOrder, Thresholds, choose_table
+from semblend.materialize.calibrate import fit_dial
+from semblend.materialize.gate.thresholds import DEFAULT, STEPS, PassageOrder, RiskModel, choose_table
 
 
 def test_a_model_gets_chatml_only_where_its_mark_is_one_token() -> None:
@@ -34,7 +35,19 @@ def test_the_table_of_unknown_models_is_the_fit_of_the_published_rows() -> None:
         assert weights == pytest.approx(dial.repair[percent], abs=1e-3)
 
 
-def test_the_table_of_tinyllama_is_the_fit_of_the_published_rows() -> None:
+@pytest.mark.parametrize("known", ["qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b", "tinyllama-1.1b"])
+def test_the_dial_of_a_known_model_is_the_fit_of_the_published_rows(known: str) -> None:
+    measures = read_measures()
+    fitted = fit_dial(next(rows for model, rows in measures.items() if model.split()[0] in known))
+    dial = choose_table(known).thresholds.dial
+    for order in PassageOrder:
+        assert dial.means[order] == pytest.approx(fitted.means[order], rel=1e-3)
+    for percent, weights in dial.repair.items():
+        assert weights == pytest.approx(fitted.repair[percent], abs=1e-3)
+
+
+def test_the_thresholds_of_tinyllama_are_those_of_the_published_rows() -> None:
     results = json.loads(find_result("carry_over").read_text("utf-8"))
-    fitted = Thresholds.from_json(json.dumps(results["thresholds"]["tinyllama bfloat16"]))
-    assert choose_table("TinyLlama/TinyLlama-1.1B-Chat-v1.0").thresholds == fitted
+    fitted, table = results["thresholds"]["tinyllama bfloat16"], choose_table("TinyLlama-1.1B").thresholds
+    assert [fitted[f"kl_{step}"] for step in STEPS] == [table.after(step) for step in STEPS]
+    assert table.risk == RiskModel({int(step): tuple(row) for step, row in fitted["risk"].items()})

@@ -10,6 +10,8 @@ from semblend.config import SemBlendConfig
 from semblend.confirm.events import EventKind
 from semblend.confirm.sinks import MemorySink
 from semblend.facade import SemBlend
+from semblend.materialize.gate.gate import OutcomeMemory
+from semblend.materialize.gate.thresholds import DEFAULT
 from semblend.plan.reuse_plan import DeclineReason
 from semblend.prompt import Prompt
 from semblend.session.session import LoadResult, SessionRequest
@@ -31,15 +33,16 @@ class Donors:
 class World:
     """An engine with a clock of its own: a prefill takes 1 ms for 10 tokens, a reuse ``reuse_ms``."""
 
-    def __init__(self, reuse_ms: float, **config) -> None:
+    def __init__(self, reuse_ms: float, *, outcomes=None, **config) -> None:
+        self.at_once_ms, self.asked = reuse_ms, set()
         self.now, self.reuse_ms, self.count, self.sink = 0.0, reuse_ms, 0, MemorySink()
         settings = SemBlendConfig(
             **{"quality": "fast", "metrics": False, "embedder": "none", "control_share": 0.0} | config
         )
         library = SemBlend(settings, sinks=[self.sink])
         traits = EngineTraits("made", "1", samples=True)
-        self.sessions = Sessions(library, traits, Donors(), config=settings, clock=lambda: self.now)
-        self.rng = random.Random(7)
+        self.sessions = Sessions(library, traits, Donors(), config=settings, clock=lambda: self.now, outcomes=outcomes)
+        self.rng, self.repairs, self.escalations = random.Random(7), [], 0
 
     def draw(self, tokens: int) -> list[int]:
         return [self.rng.randrange(50_000) for _ in range(tokens)]
@@ -50,9 +53,13 @@ class World:
         session = self.sessions.make(SessionRequest(f"r{self.count}", Prompt(tokens)))
         if self.sessions.offer(session, 0):
             plan = self.sessions.begin_load(session)
-            self.now += self.reuse_ms / 1e3
+            at_once = self.asked.issuperset(plan.donor_ids)
+            self.asked.update(plan.donor_ids)
+            self.now += (self.at_once_ms if at_once else self.reuse_ms) / 1e3
             until = plan.spans[0].target_start
-            done = LoadResult(exact_until=until, reused_tokens=plan.reused_tokens, load_ms=1.0)
+            self.repairs.append(plan.repair)
+            more = 0 if plan.repair else self.escalations
+            done = LoadResult(until, plan.reused_tokens, load_ms=1.0, escalations=more, work=0.2, passes=2 - at_once)
             self.sessions.finish_load(session, done)
         else:
             self.now += len(tokens) / 10 / 1e3
@@ -119,3 +126,27 @@ def test_a_share_of_requests_is_computed_without_reuse_and_compared():
     (found,) = world.sessions.trial.compare().values()
     assert found.low <= 60 / 204 * 1.02
     assert found.high >= 60 / 204 * 0.98
+
+
+def test_prompts_of_a_kind_that_needed_two_repairs_begin_with_the_second():
+    world = World(reuse_ms=60.0, quality="balanced")
+    world.escalations = 1
+    receipts = [world.hit() for _ in range(8)]
+    assert world.repairs[:4] == [0] * 4
+    assert world.repairs[-2:] == [20, 20]
+    assert [one.escalations for one in receipts[-2:]] == [0, 0]
+
+
+def test_a_later_question_to_a_donor_has_a_forecast_of_its_own():
+    """In mode balanced the first one is looked at before it is repaired, the others take one pass."""
+    world = World(reuse_ms=90.0, quality="balanced", outcomes=OutcomeMemory(DEFAULT))
+    world.at_once_ms = 40.0
+    first, later = [], []
+    for _ in range(60):
+        document = world.draw(2000)
+        world.ask([*world.draw(20), *document], keep=True)
+        first.append(world.ask([*world.draw(30), *document, *world.draw(10)]))
+        later.append(world.ask([*world.draw(40), *document, *world.draw(10)]))
+    assert all(one.reused_tokens for one in (*first, *later))
+    assert first[-1].expected_ms == pytest.approx(90.0, rel=0.1)
+    assert later[-1].expected_ms == pytest.approx(40.0, rel=0.1)

@@ -46,6 +46,9 @@ CALLER_DETAILS: Mapping[DeclineReason, str | None] = MappingProxyType(
 The own text of every other reason may name donors, lengths of shared runs or paths of the server.
 """
 
+GOES_ON = "it goes on from an earlier prompt; the risk is that prompt's"
+"""What a caller reads where tokens were reused and the receipt says more than that."""
+
 _OPERATOR_FIELDS = ("namespace", "spans", "service_ms", "kind", "expected_ms", "expected_cold_ms")
 _TIMES = ("lookup_ms", "load_ms", "compute_ms", "ttft_ms", "service_ms", "expected_ms", "expected_cold_ms")
 _SINCE = ("service_ms", "kind", "expected_ms", "expected_cold_ms")
@@ -165,7 +168,8 @@ class Receipt:
         the audit stream and in local use of the library.
         """
         record = {name: value for name, value in self.to_dict().items() if name not in _OPERATOR_FIELDS}
-        general = "" if self.reason is None else CALLER_DETAILS[self.reason]
+        goes_on = self.detail and self.outcome is Outcome.BACKEND_MATERIALIZED_REUSE
+        general = (GOES_ON if goes_on else "") if self.reason is None else CALLER_DETAILS[self.reason]
         return record if general is None else {**record, "detail": general}
 
     @classmethod
@@ -357,7 +361,7 @@ def build_receipt(facts: RequestFacts, work: Any = None, refusal: Decline | None
         prefill_tokens=facts.prompt_tokens - facts.exact_tokens - reused - recomputed,
         spans=facts.decision.spans if reused + recomputed and isinstance(facts.decision, ReusePlan) else (),
         reason=why.reason if why else None,
-        detail=why.detail if why else "",
+        detail=why.detail if why else getattr(work, "detail", ""),
     )
 
 

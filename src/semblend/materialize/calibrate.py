@@ -597,7 +597,7 @@ def _fit(measures: Sequence[PromptMeasure], margin: float) -> DialTable:
         pairs = [(one, way) for one in measures if (way := one.find_way(percent))]
         if percent:
             seen = [make_repair_features(one.order, way.features) for one, way in pairs if way.features is not None]
-            repair[percent] = fit_log_weights(seen, [way.moved.nats for _, way in pairs], deviation_at=1)
+            repair[percent] = fit_log_weights(seen, [way.moved.nats for _, way in pairs], deviation_at=0)
     return scale_table(DialTable(means, repair), margin)
 
 

@@ -146,7 +146,7 @@ class Observer:
     that has found (``found``) in place of the call."""
     found: Tensor
     after_pass: bool = False
-    """`on_layer` may also be called for all layers when the pass is over, with the queries of the last rows only."""
+    """`on_queries` may be called in place of `on_layer`, when the pass is over, with the last rows' queries only."""
     reads_weights: bool = False
     """`on_weights` may be called in place of `on_layer`, by a model that computes attention weights anyway."""
 
@@ -161,6 +161,9 @@ class Observer:
 
     def on_layer(self, layer: int, q: Tensor, rows: Rows, layout: Layout) -> None:
         """The rows' K and V are in the cache; attention comes next."""
+
+    def on_queries(self, q: Tensor, rows: Rows, layout: Layout) -> None:
+        """Queries of the last rows, ``[layers, rows, heads, head_dim]``; the next pass overwrites them."""
 
     def on_weights(self, weights: Tensor, start: int, rows: Rows) -> None:
         """Attention weights of a layer, ``[heads, rows from start on, keys]``; read now, the buffer is used again."""

@@ -63,6 +63,7 @@ class ReusePlan:
 
     ``exact_tokens`` are held by the engine already (its own prefix hit) and are not part of the spans.
     ``saving_ms`` is an estimate, and None until the engine's rates are known.
+    ``repair``: a first repair computes so many percent of the reused tokens again, where the gate asks for less.
     """
 
     spans: tuple[Span, ...]
@@ -70,6 +71,7 @@ class ReusePlan:
     exact_tokens: int = 0
     saving_ms: float | None = None
     evidence: tuple[Similar, ...] = field(default=())
+    repair: int = 0
 
     @property
     def reused_tokens(self) -> int:

@@ -20,7 +20,9 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
-PASSES: Mapping[str, int] = MappingProxyType({"fast": 1, "balanced": 2})
+AT_ONCE = "balanced at once"
+"""The path of mode balanced where donors are known so well that the first repair needs no look before it."""
+PASSES: Mapping[str, int] = MappingProxyType({"fast": 1, "balanced": 2, AT_ONCE: 1})
 """How many passes a reuse takes, by path, where nothing goes wrong."""
 PAYS_BELOW = 0.95
 """A reuse is begun where it is expected to take less than this share of a prefill."""
@@ -176,7 +178,7 @@ def solve_not_negative(rows: Floats, target: Floats) -> Floats:
 class TimeModel:
     """What an engine was seen to take. Thread-safe.
 
-    ``path``: the quality mode whose passes a reuse takes (`semblend.quality.find_path`).
+    ``path``: the quality mode whose passes a reuse takes (`semblend.quality.find_path`), or `AT_ONCE`.
     """
 
     def __init__(self) -> None:

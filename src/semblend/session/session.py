@@ -93,7 +93,8 @@ class LoadResult:
 
     ``exact_until``: KV from there on may be approximate; None where all of it is exact. ``reason`` is set when no donor
     KV is in the prompt: all of it was computed, or, when ``failed``, the engine computes it. ``work`` is what the
-    prompt costs in all, in cold prefills. ``faulty_donors``: those whose KV was found wrong, where that is known.
+    prompt costs in all, in cold prefills; ``passes``: how many it took. ``faulty_donors``: those whose KV was found
+    wrong, where that is known.
     """
 
     exact_until: int | None = None
@@ -108,6 +109,7 @@ class LoadResult:
     detail: str = ""
     failed: bool = False
     work: float = 0.0
+    passes: int = 0
     faulty_donors: tuple[str, ...] = ()
     recomputed_runs: tuple[tuple[int, int], ...] = ()
 
@@ -124,12 +126,16 @@ class LoadResult:
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """What a plan of a ``kind`` makes us compute, and the engine behind it; how long that was expected to take."""
+    """What a plan of a ``kind`` makes us compute, and the engine behind it; how long that was expected to take.
+
+    ``path``: the passes that it takes (`semblend.plan.times`).
+    """
 
     work: Work
     tail: Work
     forecast: Forecast
     kind: str
+    path: str
 
 
 @dataclass(slots=True, eq=False)

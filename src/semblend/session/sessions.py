@@ -31,7 +31,7 @@ from semblend.materialize.gate.gate import OutcomeMemory, name_kind
 from semblend.plan.cost import explain_lost_donor
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.plan.selection import keep_in_order
-from semblend.plan.times import NOTHING, PASSES, Forecast, Timed, TimeModel, Work
+from semblend.plan.times import AT_ONCE, NOTHING, PASSES, Forecast, Timed, TimeModel, Work
 from semblend.quality import choose_quality, read_nats
 from semblend.session.session import NEVER, Expectation, LoadResult, ReuseSession, SessionRequest, State
 from semblend.session.trial import KindSwitches, Trial
@@ -218,6 +218,8 @@ class Sessions:
         if not (session.is_gated or self.traits.computes_gaps):  # some of many: each of them is worked out
             counts |= {1 + number * count // MAX_CHOICES for number in range(MAX_CHOICES)} if count > 1 else set()
         best: tuple[ReusePlan, Expectation] | None = None
+        repair = self.outcomes.choose_repair(plan, session.prompt.namespace, session.mode)
+        plan = replace(plan, repair=repair) if repair else plan
         for count in sorted(counts):
             part = plan if count == len(plan.spans) else replace(plan, spans=plan.spans[:count], saving_ms=None)
             expected = self._expect(session, part)
@@ -230,11 +232,13 @@ class Sessions:
         """What a plan makes us and the engine compute, and how long that is expected to take."""
         tokens, exact = plan.prompt_tokens, plan.exact_tokens
         end = tokens if self.traits.samples else min(tokens, self.find_claim_end(session, plan) + 1)
-        repaired = self.quality.steps[0].percent / 100 if session.is_gated else 0.0
-        work = count_work(plan.until(end), self.quality, repaired)
+        repaired = max(self.quality.steps[0].percent, plan.repair) if session.is_gated else 0
+        at_once = session.is_gated and self.outcomes.knows_donors(plan, session.mode)
+        work = count_work(plan.until(end), self.quality, repaired / 100, at_once=at_once)
         tail = Work.of_prefill(tokens, end) if end < tokens else NOTHING
-        forecast = self.times.expect(session.path, work, tail, Work.of_prefill(tokens, exact))
-        return Expectation(work, tail, forecast, name_kind(plan, read_nats(session.mode)))
+        path = AT_ONCE if at_once else session.path
+        forecast = self.times.expect(path, work, tail, Work.of_prefill(tokens, exact))
+        return Expectation(work, tail, forecast, name_kind(plan, read_nats(session.mode)), path)
 
     def _tell_switch(self, session: ReuseSession, kind: str, forecast: Forecast, *, on: bool) -> None:
         log.warning(
@@ -398,12 +402,21 @@ class Sessions:
                     self.semblend.metrics.compared(found.kind, found.ratio, found.low, found.high)
         elif session.loads_begun == 1 and expected is not None and result is not None and not session.shares:
             forecast = expected.forecast
-            if not result.failed and result.reason is None and self.config.learn_costs:
-                self.times.note_reuse(session.path, expected.work, expected.tail, ms)
+            as_expected = not session.is_gated or (result.passes == 1) == (expected.path == AT_ONCE)
+            if not result.failed and result.reason is None and as_expected and self.config.learn_costs:
+                self.times.note_reuse(expected.path, expected.work, expected.tail, ms)
             if session.plan is not None and (session.is_gated or forecast.timed):
                 took = ms if forecast.timed else result.work * forecast.cold
                 namespace = session.prompt.namespace
-                self.outcomes.learn(session.plan, namespace, forecast, session.mode, took=took, reason=result.reason)
+                self.outcomes.learn(
+                    session.plan,
+                    namespace,
+                    forecast,
+                    session.mode,
+                    took=took,
+                    reason=result.reason,
+                    escalations=result.escalations,
+                )
             if forecast.timed:
                 self.trial.note(expected.kind, ms, forecast.cold, control=False)
 
@@ -437,10 +450,11 @@ def choose_mode(config: SemBlendConfig, asked: str | None, tenant: str) -> str:
     return choose_quality(asked, config.find_tenant_quality(tenant), config.quality)
 
 
-def count_work(plan: ReusePlan, settings: QualitySettings, repaired: float = 0.0) -> Work:
+def count_work(plan: ReusePlan, settings: QualitySettings, repaired: float = 0.0, *, at_once: bool = False) -> Work:
     """Rows that passes of ours compute for a plan: what no donor holds, the heads of spans and the prompt's end.
 
-    ``repaired``: the share of the reused tokens that a second pass computes, with all that lies behind the first span.
+    ``repaired``: the share of the reused tokens that a second pass computes, with all that lies behind the first span;
+    or the first and only pass, ``at_once``.
 
     >>> from semblend.span import Span
     >>> count_work(ReusePlan((Span("d", 0, 10, 80),), 100), QualitySettings(first_seam_tokens=4))
@@ -459,9 +473,12 @@ def count_work(plan: ReusePlan, settings: QualitySettings, repaired: float = 0.0
     first = Work(rows, keys, moved)
     if not repaired:
         return first
+    repair = Work(round(repaired * moved), round(repaired * moved_keys))
+    if at_once:
+        return first + repair
     before = kept[0].target_start - plan.exact_tokens  # exact, whatever is repaired behind it
     again = Work(rows - before, keys - _sum_keys(plan.exact_tokens, kept[0].target_start))
-    return first + again + Work(round(repaired * moved), round(repaired * moved_keys))
+    return first + again + repair
 
 
 def _sum_keys(start: int, end: int) -> int:

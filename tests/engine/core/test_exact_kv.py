@@ -141,7 +141,7 @@ def test_a_prompt_that_was_not_begun_is_exact_and_becomes_a_donor():
     assert_exact_and_a_donor(engine)
 
 
-@pytest.mark.parametrize("where", ["prepare_in_pieces", "repair", "splice"])
+@pytest.mark.parametrize("where", ["prepare_in_pieces", "begin", "go_on", "splice"])
 def test_a_prompt_whose_reuse_failed_in_the_middle_is_exact_and_becomes_a_donor(where, monkeypatch):
     engine = make_engine(NEVER)
 

@@ -137,7 +137,7 @@ def test_a_request_goes_before_its_tenant_a_tenant_before_the_engine_and_the_rec
 def test_a_number_that_no_way_can_keep_is_a_prefill_at_once_and_a_larger_one_is_served():
     dial = DialTable(
         {PassageOrder.IN_ORDER: {0: 0.2, 10: 0.1, 20: 0.08, 40: 0.06}},
-        dict.fromkeys(STEPS, (0.0,) * 5 + (-4.0,)),  # exp(-4) = .018, whatever a repair shows
+        dict.fromkeys(STEPS, (0.0,) * 4 + (-4.0,)),  # exp(-4) = .018, whatever a repair shows
     )
     world = World(Thresholds(0.0, 0.0, 0.0, dial=dial))
     refused = world.hit(1, quality="0.05").receipt

@@ -56,7 +56,7 @@ def test_approximate_kv_never_enters_the_prefix_cache(world):
 def no_salt(request, first, key=None):
     from semblend.integration.vllm.scheduler.prefix_locks import Salted
 
-    return Salted(first, tuple(request.block_hashes[first:]), request._block_hasher)
+    return Salted(first, list(request.block_hashes), [], request._block_hasher)
 
 
 def test_without_our_two_locks_the_same_check_fails(world, monkeypatch):

@@ -96,7 +96,17 @@ def test_passages_that_moved_are_never_served_unprobed():
 def test_what_is_not_a_number_is_never_expected_to_be_close():
     assert choose_level({10: math.nan, 20: math.inf}, 1e3).percent is None
     gate = Gate(nats=0.1, dial=TABLE, order=IN_ORDER)
-    assert not gate.accepts(10, gate.expect(10, RiskFeatures(math.nan, 0.0, 0.0, 0.0)))
+    for unknown in (RiskFeatures(0.0, 0.0, math.nan, 0.0), RiskFeatures(0.0, 0.0, 0.0, math.nan)):
+        assert not gate.accepts(10, gate.expect(10, unknown))
+
+
+def test_a_dial_needs_no_pass_before_the_repair():
+    seen, alone = RiskFeatures(0.3, 0.2, 0.1, 1.0), RiskFeatures(math.nan, math.nan, 0.1, 1.0)
+    gate = Gate(nats=0.1, dial=TABLE, order=IN_ORDER)
+    assert gate.expect(10, alone) == gate.expect(10, seen) > 0
+    assert gate.sees_at_once
+    assert not Gate(nats=0.1, dial=TABLE, order=REORDERED).sees_at_once
+    assert not Gate(nats=0.1).sees_at_once
 
 
 @given(st.sampled_from(MEASURES), nats, nats)
@@ -119,7 +129,7 @@ def test_the_fit_keeps_its_word_on_the_prompts_it_was_made_of():
 
 def test_the_fit_expects_as_much_on_average_as_was_measured():
     nats = [0.001 * 100 ** (number % 10 / 9) for number in range(200)]  # the features tell nothing: all is noise
-    weights = fit_log_weights([(0.0, 0.0, 0.0, 1.0)] * len(nats), nats, deviation_at=1)
+    weights = fit_log_weights([(0.0, 0.0, 0.0, 1.0)] * len(nats), nats, deviation_at=0)
     assert math.exp(weights[-1]) == pytest.approx(sum(nats) / len(nats), rel=0.01)
 
 
@@ -173,7 +183,7 @@ def test_a_dial_survives_its_file_and_a_wrong_one_is_refused(tmp_path):
     path = tmp_path / "table.json"
     path.write_text(Thresholds(0.01, 0.02, 0.03, dial=TABLE).to_json())
     assert Thresholds.read(path).dial == TABLE
-    for wrong in ({"repair": {"10": [1.0]}}, {"means": {"sideways": {}}}, {"repair": {"10": [math.nan] * 6}}, [1]):
+    for wrong in ({"repair": {"10": [1.0]}}, {"means": {"sideways": {}}}, {"repair": {"10": [math.nan] * 5}}, [1]):
         text = path.read_text().replace('"dial": {', f'"dial": {_dump(wrong)}, "was": {{')
         with pytest.raises(ConfigError) as refused:
             Thresholds.from_json(text)

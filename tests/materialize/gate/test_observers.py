@@ -17,7 +17,6 @@ from semblend.materialize.gate.observers import (
     CANARY_TOLERANCE,
     AttentionMass,
     KvDeviation,
-    LateAttentionMass,
     RepairedDeviation,
     canary_positions,
     compute_deviation,
@@ -111,34 +110,38 @@ def test_the_mass_is_the_same_whoever_computes_the_weights(dtype, rows, shuffled
     assert (own.mass[rows[-1] + 1 :] == 0).all()
 
 
-class Later(LateAttentionMass):
-    """As in an engine whose attention shows no weights."""
-
-    reads_weights = False
-
-
-def test_a_mass_that_is_worked_out_later_is_the_same_and_of_the_last_part_of_a_pass_only():
+@pytest.mark.parametrize("kind", [AttentionMass, OwnWeights])
+def test_the_mass_is_of_the_last_part_of_a_pass_only(kind):
     model, tokens = model_of(), tokens_of(40)
     pool, context = placed(model, tokens)
-    watches = [OwnWeights(), Later(), OwnWeights()]
-    for number, watch in enumerate(watches):
-        for part in (torch.arange(10, 20), torch.arange(20, 40))[number == 2 :]:
+    whole, last_part = kind(), kind()
+    for watch, parts in ((whole, (torch.arange(10), torch.arange(20, 40))), (last_part, (torch.arange(20, 40),))):
+        for part in parts:  # a prompt's beginning is attended without weights
             model.forward(Rows.of(tokens[part], part, context), pool, watch)
-    now, later, last_part = (watch.mass for watch in watches)
-    assert torch.equal(now, later)
-    assert torch.equal(now, last_part)
-    assert torch.equal(later, watches[1].mass)  # asked again
+    assert torch.equal(whole.mass, last_part.mass)
+    assert torch.equal(whole.mass, last_part.mass)  # asked again
+    assert whole.mass[39] > 0
 
 
-def test_weights_that_are_shown_in_the_last_part_count_and_not_the_queries_of_an_earlier_one():
+def test_the_mass_is_the_same_where_all_queries_are_told_when_the_pass_is_over():
     model, tokens = model_of(), tokens_of(40)
     pool, context = placed(model, tokens)
-    now, later = AttentionMass(), LateAttentionMass()
-    for watch in (now, later):
-        for part in (torch.arange(10), torch.arange(20, 40)):  # a prompt's beginning is attended without weights
-            model.forward(Rows.of(tokens[part], part, context), pool, watch)
+    queries, part = [], torch.arange(20, 40)
+
+    class Keeps(Observer):
+        def on_layer(self, layer, q, rows, layout):
+            queries.append(q[-16:].clone())
+
+    rows, now, later = Rows.of(tokens[part], part, context), OwnWeights(), OwnWeights()
+    for watch in (Keeps(), now):
+        model.forward(rows, pool, watch)
+    kept = torch.stack(queries)
+    now.most_rows = later.most_rows = 16
+    now._rows = None
+    model.forward(rows, pool, now)
+    RepairedDeviation(later).on_queries(kept, rows, pool.layout)
+    kept.zero_()  # as the next pass does
     assert torch.equal(now.mass, later.mass)
-    assert now.mass[39] > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16, torch.float16])

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from semblend.materialize.gate import gate
-from semblend.materialize.gate.gate import RETRY_BUDGET, OutcomeMemory, count_skips
-from semblend.materialize.gate.thresholds import PassageOrder, PlanShape
+from semblend.materialize.gate.gate import RETRY_BUDGET, Gate, OutcomeMemory, count_skips
+from semblend.materialize.gate.thresholds import DialTable, PassageOrder, PlanShape, Thresholds
 from semblend.plan.reuse_plan import DeclineReason, ReusePlan
 from semblend.plan.times import Forecast
 from semblend.prompt import Namespace
@@ -239,3 +240,45 @@ def test_what_fast_takes_says_nothing_about_balanced():
         memory.learn(LONG, ACME, MS, "fast", took=90.0)
     assert memory.judge(LONG, ACME, MS, "fast").decline is not None
     assert memory.judge(LONG, ACME, MS).decline is None
+
+
+def repair(memory, times, *, needs_more, plan=LONG, namespace=ACME):
+    """Plans of a kind that need a second repair where they begin with the smallest; what each began with."""
+    began = []
+    for _ in range(times):
+        percent = memory.choose_repair(plan, namespace)
+        began.append(percent)
+        raised = needs_more and percent < 20
+        memory.learn(replace(plan, repair=percent), namespace, MS, took=40.0, escalations=int(raised))
+    return began
+
+
+def test_a_kind_that_always_needs_a_second_repair_begins_with_it_and_now_and_then_tries_less():
+    memory = OutcomeMemory()
+    began = repair(memory, 60, needs_more=True)
+    assert began[:4] == [0, 0, 0, 0]
+    assert set(began[4:20]) == {20}
+    assert 1 <= began[20:].count(0) <= 4
+    assert memory.choose_repair(LONG, BOLT) == 0, "another namespace learns for itself"
+    assert memory.choose_repair(SHORT, ACME) == 0, "and so does another kind"
+    assert memory.choose_repair(LONG, ACME, "fast") == 0
+
+
+def test_a_kind_that_needs_less_again_begins_with_less_again():
+    memory = OutcomeMemory()
+    repair(memory, 10, needs_more=True)
+    began = repair(memory, 200, needs_more=False)
+    assert began[0] == 20
+    assert began[-20:] == [0] * 20
+    assert repair(OutcomeMemory(), 30, needs_more=False) == [0] * 30
+
+
+def test_what_a_plan_asks_for_is_the_least_that_the_gate_begins_with():
+    dial = DialTable({PassageOrder.IN_ORDER: {0: 0.0, 10: 0.01, 20: 0.001}}, {10: (0.0,) * 5})
+    table = Thresholds(0.01, 0.01, 0.01, dial=dial)
+    assert Gate.of(table, LONG, 0.02).begin().percent == 10
+    assert Gate.of(table, replace(LONG, repair=20), 0.02).begin().percent == 20
+    assert Gate.of(table, replace(LONG, repair=10), 0.005).begin().percent == 20
+    assert Gate.of(table, replace(LONG, repair=20), 0.05).begin().percent == 0, "what needs no repair gets none"
+    nowhere = DialTable({PassageOrder.IN_ORDER: {10: 0.5}}, {10: (0.0,) * 5})
+    assert Gate.of(replace(table, dial=nowhere), replace(LONG, repair=20), 0.02).begin().percent is None

@@ -175,8 +175,10 @@ def test_any_set_of_moves_is_spliced_as_the_twin_does(data):
     assert_same_splice(moves, "vllm side by side", 1, slots, heads, rope)
 
 
-def attention_case(rows: list[int], total: int, heads: int, kv_heads: int, d: int, dtype: torch.dtype, block: int = 1):
-    made = torch.Generator().manual_seed(len(rows) + total)
+def attention_case(
+    rows: list[int], total: int, heads: int, kv_heads: int, d: int, dtype: torch.dtype, block: int = 1, seed: int = 0
+):
+    made = torch.Generator().manual_seed(len(rows) + total + seed)
     slots = ((total + 8) // block + 1) * block
     k, v = (torch.randn(slots, kv_heads, d, generator=made).to(DEVICE, dtype) for _ in range(2))
     if block > 1:
@@ -324,15 +326,22 @@ def test_a_recorded_pass_reads_its_groups_from_the_device(chosen, fa_utils, monk
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block", [1, 4])
+@pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize(("rows", "heads", "kv_heads", "total"), [(1, 2, 2, 1), (5, 6, 2, 70), (30, 7, 1, 200)])
-def test_the_mass_of_a_question_equals_its_twin(dtype, rows, heads, kv_heads, total, block, monkeypatch):
+def test_the_mass_of_a_question_in_all_layers_equals_its_twin(
+    dtype, rows, heads, kv_heads, total, layers, block, monkeypatch
+):
     monkeypatch.setattr(attention_kernels, "parts_of", lambda *_: 3)
-    q, _, context, k, _, _ = attention_case([0] * rows, total, heads, kv_heads, 16, dtype, block)
-    have, want = (torch.full((total + 3,), 0.5, device=DEVICE) for _ in range(2))
-    attention_kernels.add_question_mass(have, q, context, k)
-    add_attention(want, q.float(), k.view(-1, kv_heads, 16)[context].float())
+    cases = [attention_case([0] * rows, total, heads, kv_heads, 16, dtype, block, seed=seed) for seed in range(layers)]
+    context = cases[0][2]
+    q = torch.stack([case[0] for case in cases])
+    pools = [attention_kernels.as_blocks(case[3]) for case in cases]  # anywhere in memory
+    have = attention_kernels.measure_question_mass(q, context, KvLayout(tuple(pools), tuple(pools)))
+    want = torch.zeros(total, device=DEVICE)
+    for queries, k in zip(q, pools, strict=True):
+        add_attention(want, queries.float(), k.reshape(-1, kv_heads, 16)[context].float())
     torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-5)
-    assert abs(float(have.sum()) - 0.5 * len(have) - 1) < 1e-3
+    assert abs(float(have.sum()) - layers) < 1e-2
 
 
 @pytest.mark.parametrize("d", [8, 24, 80, 160])

@@ -45,7 +45,9 @@ class ConnectorSettings(LocalSettings):
         0.0, "The work of preparing a request may take this long; then vLLM prefills it. 0 = no limit."
     )
     share_equal_prompts: bool = setting(
-        True, "Requests with equal prompts share the blocks that were loaded for the first of them."
+        True,
+        "Requests with equal prompts share the blocks that were loaded for the first of them, and the next turns of a "
+        "conversation go on from them.",
     )
     heal_prefixes: bool = setting(
         True,

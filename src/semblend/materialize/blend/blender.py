@@ -2,7 +2,7 @@
 
     exact      nothing is taken from donors
     fast       donor KV is moved into place; gaps, the head of each span and the end of the prompt are computed
-    balanced   fast, watching what the question attends to; then reused tokens are computed again until the answer is
+    balanced   fast, and reused tokens are computed again, those that the question attends to, until the answer is
                expected to be close to a cold one (`Repair`), or the prompt is prefilled in full
     a number   the same, where close means at most so many nats (`semblend.quality`)
 
@@ -18,6 +18,9 @@ for it and none can go on alone.
 from __future__ import annotations
 
 import logging
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -43,13 +46,14 @@ from semblend.materialize.blend.quality import (
 from semblend.materialize.contract import Model
 from semblend.materialize.donors.tiers import DonorKv
 from semblend.materialize.gate.gate import Gate, prefill_at_once
-from semblend.materialize.gate.observers import AttentionMass, KvDeviation, LateAttentionMass, RepairedDeviation
+from semblend.materialize.gate.observers import AttentionMass, KvDeviation, RepairedDeviation
 from semblend.materialize.gate.thresholds import RiskFeatures, compute_entropy, next_token_kl
 from semblend.materialize.kv.moves import DonorTensors, Move
 from semblend.materialize.kv.splice import splice
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
-from semblend.plan.selection import SELECTIONS, Positions, Scores, count_leading_layers
+from semblend.plan.selection import SELECTIONS, Positions, Scores, count_leading_layers, select_largest
 from semblend.quality import GATED_MODE, find_path, parse_quality, read_nats
+from semblend.span import Span
 
 log = logging.getLogger("semblend.materialize")
 
@@ -137,18 +141,20 @@ class Blender:
             yield from self._passes.prefill(state)
             return self._make_result(state, "exact")
         self._require_observers(mode)
-        first, watch = state.first_rows(self.settings), None
-        if mode == GATED_MODE:
+        is_gated = mode == GATED_MODE
+        if is_gated:
             self._open_gate(state, plan, nats)
-            watch = AttentionMass()
         with ExitStack() as donors:
             yield from self._load(state, donors)
-            # Behind the gate deep layers are measured in any case, where the question reads them.
-            yield from self._passes.compute(state, "fast", first, watch, check=True, deep=watch is None)
-        if watch is None:
+            if is_gated:  # behind the gate deep layers are measured in any case, where the question reads them
+                yield from self._repair.begin(state)
+            else:
+                yield from self._passes.compute(
+                    state, "fast", state.first_rows(self.settings), None, check=True, deep=True
+                )
+        if not is_gated:
             return self._make_result(state, "fast")
-        state.mass = self._ranks.read(watch.mass)
-        decision = yield from self._repair.repair(state)
+        decision = yield from self._repair.go_on(state)
         return self._reject(state) if decision == "rejected" else self._make_result(state, decision)
 
     def _open_gate(self, state: BlendState, plan: ReusePlan, nats: float) -> None:
@@ -323,9 +329,52 @@ def _decline_failure(error: Exception) -> Decline:
 # cold.
 #
 # The gate says with which step to begin (`semblend.materialize.gate.gate`); at some numbers no step is needed. Each
-# step computes the tokens that the question attends to most (and, from 20 % on, that deviate most), and what this
-# changed tells how far the answer would be from a cold one. While that is more than the gate allows the next step
+# step computes the tokens that the question attends to most (where passages moved, and that deviate most), and what
+# this shows tells how far the answer would be from a cold one. While that is more than the gate allows the next step
 # follows, then a full prefill.
+#
+# What a question attends to is seen in a pass of its own over the new tokens (a look). Where earlier questions have
+# shown what matters in these donors, the first step goes by that, in the first pass: one instead of two.
+
+
+MAX_NOTED_TOKENS = 1 << 22
+"""Tokens of donors of which it is remembered how much questions attended to them: 16 MB."""
+
+
+class AttendedTokens:
+    """How much earlier questions attended to each token of a donor; those of the least recently used are forgotten.
+
+    A donor belongs to a namespace, and so does what is remembered of it. Of several questions the last ones count most.
+    """
+
+    def __init__(self, most_tokens: int = MAX_NOTED_TOKENS) -> None:
+        self._most_tokens, self._tokens = most_tokens, 0
+        self._donors: OrderedDict[tuple[str, int], npt.NDArray[np.float32]] = OrderedDict()
+
+    def recall(self, spans: Sequence[Span], tokens: int) -> npt.NDArray[np.float32] | None:
+        """By position of a prompt of so many tokens, zero outside of spans; None where something is not known."""
+        found = np.zeros(tokens, dtype=np.float32)
+        for span in spans:
+            donor = self._donors.get((span.donor_id, span.generation))
+            if donor is None or span.donor_end > len(donor):
+                return None
+            found[span.target_start : span.target_end] = donor[span.donor_start : span.donor_end]
+            self._donors.move_to_end((span.donor_id, span.generation))
+        return None if np.isnan(found).any() else found
+
+    def note(self, spans: Sequence[Span], mass: npt.NDArray[np.floating[Any]]) -> None:
+        """A question has attended so much to each position of its prompt."""
+        for span in spans:
+            key = (span.donor_id, span.generation)
+            donor = self._donors.pop(key, np.zeros(0, dtype=np.float32))
+            if span.donor_end > len(donor):
+                self._tokens += span.donor_end - len(donor)
+                donor = np.append(donor, np.full(span.donor_end - len(donor), np.nan, dtype=np.float32))
+            before, now = donor[span.donor_start : span.donor_end], mass[span.target_start : span.target_end]
+            donor[span.donor_start : span.donor_end] = np.where(np.isnan(before), now, (before + now) / 2)
+            self._donors[key] = donor
+        while self._tokens > self._most_tokens:
+            self._tokens -= len(self._donors.popitem(last=False)[1])
 
 
 class Repair:
@@ -333,38 +382,54 @@ class Repair:
 
     def __init__(self, passes: PassRunner) -> None:
         self._passes, self._settings, self._ranks = passes, passes.settings, passes.ranks
+        self._attended = AttendedTokens()
 
-    def repair(self, state: BlendState) -> Pieces[str]:
-        """Repairs until the next-token distribution stands still, time is up, or all is computed; returns which.
+    def begin(self, state: BlendState) -> Pieces[None]:
+        """The first pass, over donor KV that was just moved into place: the first step, or a look."""
+        first, steps = state.first_rows(self._settings), self._list_steps(state)
+        known = self._attended.recall(state.spans, len(state.tokens)) if steps and state.gate.sees_at_once else None
+        if known is not None:
+            left = np.setdiff1d(state.reused, first, assume_unique=True)
+            count = min(len(left), round(steps[0].percent / 100 * len(state.reused)))
+            chosen = select_largest(left, known[left], count)
+            rows = np.union1d(first, chosen)
+            if len(chosen) and self._allows(state, rows) and self._passes.is_affordable(state, len(rows)):
+                yield from self._run_step(state, steps[0], chosen, rows, AttentionMass(), is_first=True)
+                return
+        watch = AttentionMass()
+        yield from self._passes.compute(state, "fast", first, watch, check=True)
+        self._note_attention(state, watch)
+
+    def go_on(self, state: BlendState) -> Pieces[str]:
+        """Repairs until the answer is expected to be close enough, time is up, or all is computed; returns which.
 
         "rejected" where only a full prefill is left to do, and the engine does that itself.
         """
         settings, passes = self._settings, self._passes
-        begin = state.gate.begin()
-        if begin.percent == 0:
-            state.risk = begin.expected
+        if state.gate.begin().percent == 0:
+            state.risk = state.gate.begin().expected
             return "accepted"
-        steps = [step for step in settings.steps if begin.percent is not None and step.percent >= begin.percent]
-        for number, step in enumerate(steps):
-            chosen = yield from self._choose_tokens(state, step)
-            if not len(chosen):  # this step adds nothing to what is computed already
-                continue
-            rows = self._add_affected(state, chosen)
-            spent = state.spent_rows(passes.model.layout.layers)
-            if spent + len(rows) > settings.most_work * passes.prefill_rows(state):
-                break  # a prefill costs little more and leaves nothing to doubt
-            if not passes.is_affordable(state, len(rows)):
-                if settings.over_budget == "accept":
-                    return "over_budget"
-                break
-            state.escalations += number > 0
-            watch = None if step is settings.steps[-1] else LateAttentionMass()
-            yield from passes.put_aside(state)
-            state.risk = yield from self._run_step(state, step, chosen, rows, watch)
-            if state.gate.accepts(step.percent, state.risk):
+        for step in self._list_steps(state):
+            watch: AttentionMass | None = None
+            if step is not state.step:
+                chosen = yield from self._choose_tokens(state, step)
+                if not len(chosen):  # this step adds nothing to what is computed already
+                    continue
+                rows = self._add_affected(state, chosen)
+                if not self._allows(state, rows):
+                    break  # a prefill costs little more and leaves nothing to doubt
+                if not passes.is_affordable(state, len(rows)):
+                    if settings.over_budget == "accept":
+                        return "over_budget"
+                    break
+                state.escalations += state.step is not None
+                watch = AttentionMass()
+                yield from passes.put_aside(state)
+                yield from self._run_step(state, step, chosen, rows, watch)
+            if state.risk is not None and state.gate.accepts(step.percent, state.risk):
                 return "accepted"
-            if watch is not None:
-                state.mass = self._ranks.read(watch.mass)
+            if watch is not None and step is not settings.steps[-1]:
+                self._note_attention(state, watch)
         if not len(state.stale):
             return "prefill"
         if settings.over_budget == "accept" and not passes.is_affordable(state, passes.prefill_rows(state)):
@@ -376,23 +441,47 @@ class Repair:
         yield from passes.prefill(state)
         return "prefill"
 
+    def _list_steps(self, state: BlendState) -> list[Step]:
+        """Those that the gate would take, the first to begin with; none where nothing is to be repaired."""
+        begin = state.gate.begin().percent
+        return [step for step in self._settings.steps if begin and step.percent >= begin]
+
+    def _allows(self, state: BlendState, rows: Positions) -> bool:
+        """Whether all passes with this one stay clearly below a prefill."""
+        spent = state.spent_rows(self._passes.model.layout.layers)
+        return spent + len(rows) <= self._settings.most_work * self._passes.prefill_rows(state)
+
     def _run_step(
-        self, state: BlendState, step: Step, chosen: Positions, rows: Positions, watch: AttentionMass | None
-    ) -> Pieces[float]:
-        """Computes the rows; returns the divergence from cold that an answer is expected to have now, in nats."""
-        mass, stale = state.mass, np.isin(rows, state.stale)
+        self,
+        state: BlendState,
+        step: Step,
+        chosen: Positions,
+        rows: Positions,
+        watch: AttentionMass,
+        *,
+        is_first: bool = False,
+    ) -> Pieces[None]:
+        """Computes the rows, and notes the divergence from cold that an answer is expected to have now, in nats."""
+        repaired = np.isin(rows, chosen)
         observer = RepairedDeviation(watch)
-        state.repaired += len(chosen)
-        settled = yield from self._passes.compute(state, f"repair {step.percent} %", rows, observer)
-        if state.tail is None or state.first_tail is None or mass is None:
-            raise Refused(DeclineReason.ERROR, "a repair without a look before it")
+        state.step, state.repaired = step, state.repaired + len(chosen)
+        settled = yield from self._passes.compute(state, f"repair {step.percent} %", rows, observer, check=is_first)
+        if is_first:
+            self._note_attention(state, watch)
+        if state.tail is None or state.first_tail is None or state.mass is None:
+            raise Refused(DeclineReason.ERROR, "a repair without a look")
         state.features = RiskFeatures(
-            next_token_kl(state.tail[-1], state.first_tail[-1]),
-            settled,
-            self._ranks.mean(observer.mean_over(stale, mass[rows[stale]])),
+            math.nan if is_first else next_token_kl(state.tail[-1], state.first_tail[-1]),
+            math.nan if is_first else settled,
+            self._ranks.mean(observer.mean_over(repaired, state.mass[chosen])),
             compute_entropy(state.tail[-1]),
         )
-        return self._ranks.mean(state.gate.expect(step.percent, state.features))
+        state.risk = self._ranks.mean(state.gate.expect(step.percent, state.features))
+
+    def _note_attention(self, state: BlendState, watch: AttentionMass) -> None:
+        """What the question attends to by the last pass, for this prompt and for later ones with the same donors."""
+        state.mass = self._ranks.read(watch.mass)
+        self._attended.note(state.spans, state.mass)
 
     def _choose_tokens(self, state: BlendState, step: Step) -> Pieces[Positions]:
         """The next tokens to repair, so that steps have chosen ``percent`` of the reused in all."""
@@ -400,12 +489,13 @@ class Repair:
         count = min(len(stale), round(step.percent / 100 * len(state.reused)) - state.repaired)
         if count <= 0 or state.mass is None:
             return stale[:0]
-        if step.rule in ("attended_and_deviating", "cacheblend") and state.deviation is None:
-            state.deviation = yield from self._measure_deviation(state, squared=step.rule == "cacheblend")
+        rule = step.find_rule(state.gate.order)
+        if rule in ("attended_and_deviating", "cacheblend") and state.deviation is None:
+            state.deviation = yield from self._measure_deviation(state, squared=rule == "cacheblend")
         deviation = np.zeros(len(stale)) if state.deviation is None else state.deviation[stale]
         seed = self._passes.prompts_checked
         scores = Scores(stale, state.mass[stale], deviation, seed, count / len(stale))
-        return SELECTIONS[step.rule](scores)
+        return SELECTIONS[rule](scores)
 
     def _measure_deviation(self, state: BlendState, *, squared: bool) -> Pieces[npt.NDArray[np.floating[Any]]]:
         """Deviation above the first layers of all tokens that still are a donor's; zero elsewhere."""

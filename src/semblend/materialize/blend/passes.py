@@ -28,6 +28,7 @@ from semblend.materialize.blend.quality import (
     PieceRate,
     Pieces,
     QualitySettings,
+    Step,
     Target,
     count_piece_rows,
 )
@@ -107,6 +108,7 @@ class BlendState:
     canary: float | None = None
     deep: float | None = None  # how far donor KV is off above layer 0, by `DeepLook`
     looked_at: tuple[Tensor, Tensor] | None = None  # by the canary: positions, and the error of each on this rank
+    step: Step | None = None  # the last one that was taken
     risk: float | None = None
     features: RiskFeatures | None = None
     escalations: int = 0

@@ -11,7 +11,7 @@ from torch import Tensor
 from semblend.config import SemBlendConfig
 from semblend.errors import InputError
 from semblend.materialize.gate.observers import DEEP_TOLERANCE
-from semblend.materialize.gate.thresholds import DEFAULT, RiskFeatures, Thresholds
+from semblend.materialize.gate.thresholds import DEFAULT, PassageOrder, RiskFeatures, Thresholds
 from semblend.plan.selection import SELECTIONS, Positions
 from semblend.quality import parse_quality
 
@@ -123,10 +123,16 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One look of the gate: compute ``percent`` of the reused tokens again, chosen by ``rule``."""
+    """Compute ``percent`` of the reused tokens again, chosen by ``rule``; by another one where passages kept their
+    order."""
 
     percent: int
     rule: str
+    rule_in_order: str = ""
+
+    def find_rule(self, order: PassageOrder) -> str:
+        """The rule for a plan whose passages have this order."""
+        return self.rule_in_order or self.rule if order is PassageOrder.IN_ORDER else self.rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +165,7 @@ class QualitySettings:
     moved_ahead_share: float = 0.2
     steps: tuple[Step, ...] = (
         Step(10, "attended"),
-        Step(20, "attended_and_deviating"),
+        Step(20, "attended_and_deviating", "attended"),
         Step(40, "attended_and_deviating"),
     )
     refresh: bool = True
@@ -187,7 +193,7 @@ class QualitySettings:
         if not 0 <= self.layer_share <= 1:
             raise InputError(f"layer_share={self.layer_share} is no share", hint="0 recomputes no layer as a whole")
         for step in self.steps:
-            if step.rule not in SELECTIONS or not 0 < step.percent <= 100:
+            if not {step.rule, step.rule_in_order or step.rule} <= SELECTIONS.keys() or not 0 < step.percent <= 100:
                 raise InputError(f"{step} cannot be followed", hint="rules: " + ", ".join(SELECTIONS))
 
 

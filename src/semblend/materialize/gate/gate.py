@@ -9,7 +9,7 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from semblend.materialize.gate.thresholds import (
@@ -35,24 +35,34 @@ class Gate:
 
     With a ``dial``, which was measured for the model at any number, by what that expects of prompts whose passages have
     this ``order``. Without one by ``thresholds``, which hold at .02 nats, at another number scaled with it.
+    ``least``: percent that a repair computes at least, because smaller ones were seldom enough for such prompts.
     """
 
     thresholds: Thresholds = DEFAULT
     nats: float = MODE_NATS["balanced"]
     dial: DialTable | None = None
     order: PassageOrder = PassageOrder.IN_ORDER
+    least: int = 0
 
     @classmethod
     def of(cls, thresholds: Thresholds, plan: ReusePlan, nats: float) -> Gate:
         """The gate of a plan: by the dial that was measured on prompts like this one, else by the thresholds."""
         shape = PlanShape.of(plan)
-        return cls(thresholds, nats, _find_dial(thresholds, shape), shape.order)
+        return cls(thresholds, nats, _find_dial(thresholds, shape), shape.order, plan.repair)
+
+    @property
+    def sees_at_once(self) -> bool:
+        """Whether one pass is enough to judge a repair by: a dial does, and it was tried on passages in order."""
+        return self.dial is not None and self.order is PassageOrder.IN_ORDER
 
     def begin(self) -> RecomputeLevel:
         """The level to begin with, known before anything is computed."""
         if self.dial is not None:
-            return self.dial.begin(self.order, self.nats)
-        return RecomputeLevel(STEPS[0], math.nan, "nothing was measured of such prompts: the smallest repair will tell")
+            level = self.dial.begin(self.order, self.nats)
+        else:
+            unknown = "nothing was measured of such prompts: the smallest repair will tell"
+            level = RecomputeLevel(STEPS[0], math.nan, unknown)
+        return replace(level, percent=max(level.percent, self.least)) if level.percent else level
 
     def expect(self, percent: int, features: RiskFeatures) -> float:
         """Divergence from cold that an answer would have after this repair, in nats."""
@@ -103,7 +113,13 @@ MAX_COLD = 1.5
 """A plan that was not refused counts as so many prefills at most: what took longer was held up by something else."""
 TIMED_PRIOR = 3.0
 """Times are noisy: what the engine's times say counts like so many outcomes of a kind. Counted rows are not noisy."""
-MAX_TENANTS, MAX_RECORDS = 256, 1024
+RAISE_ABOVE = 0.6
+"""Where so large a share of a kind needed a second repair, its prompts begin with that one: it costs less than both."""
+MIN_REPAIRED = 3.0
+"""Outcomes, newer ones counting more, below which nothing is said of that share."""
+TRY_LESS_EVERY = 16
+"""One in so many begins with the smallest repair all the same, so that a kind can recover."""
+MAX_TENANTS, MAX_RECORDS, MAX_DONORS = 256, 1024, 4096
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
@@ -113,7 +129,8 @@ class _Record:
     """Outcomes of one kind in one namespace; newer ones count more.
 
     ``longer``: of those that were served, how much longer than expected, in sum; ``refusals``: what those cost that the
-    gate refused, in prefills, in sum.
+    gate refused, in prefills, in sum. ``repaired``: those that began with the smallest repair; ``raised``: of these,
+    the ones that needed another. ``raises``: how many began with the larger one since.
     """
 
     served: float = 0.0
@@ -121,6 +138,9 @@ class _Record:
     refused: float = 0.0
     refusals: float = 0.0
     skipped: int = 0
+    repaired: float = 0.0
+    raised: float = 0.0
+    raises: int = 0
 
     @property
     def is_empty(self) -> bool:
@@ -134,6 +154,18 @@ class _Record:
         if refusal is not None:
             self.refused, self.refusals = self.refused + 1, self.refusals + refusal
         self.skipped = 0
+
+    def note_repair(self, began_with: int, raised: bool) -> None:
+        if began_with > STEPS[0]:
+            self.raises += 1
+            return
+        self.repaired, self.raised, self.raises = self.repaired * FADE + 1, self.raised * FADE + raised, 0
+
+    def choose_repair(self) -> int:
+        """Percent to begin with; 0 where the gate may choose."""
+        if self.repaired < MIN_REPAIRED or self.raised < RAISE_ABOVE * self.repaired:
+            return 0
+        return 0 if self.raises >= TRY_LESS_EVERY else STEPS[1]
 
     def expect(self, forecast: Forecast) -> Forecast:
         """The same for a plan of this kind: with the chance that it is refused, and what it takes where it is not."""
@@ -177,6 +209,7 @@ class OutcomeMemory:
     def __init__(self, thresholds: Thresholds | None = None) -> None:
         self._thresholds = thresholds
         self._tenants: OrderedDict[str, OrderedDict[tuple[str, str], _Record]] = OrderedDict()
+        self._donors: OrderedDict[str, bool] = OrderedDict()  # that passes of ours have looked at
         self._lock = threading.Lock()
 
     def judge(self, plan: ReusePlan, namespace: Namespace, forecast: Forecast, quality: str = GATED_MODE) -> Verdict:
@@ -201,6 +234,20 @@ class OutcomeMemory:
             reason = DeclineReason.QUALITY_RISK if record.refused else DeclineReason.BELOW_BREAK_EVEN
         return Verdict(expected, Decline(reason, f"{expected.describe()} ({kind})"), is_by_cost=True)
 
+    def choose_repair(self, plan: ReusePlan, namespace: Namespace, quality: str = GATED_MODE) -> int:
+        """Percent of the reused tokens that the first repair of such a plan shall compute; 0: as the gate says."""
+        if find_path(quality) != GATED_MODE:
+            return 0
+        with self._lock:
+            return self._find(namespace, name_kind(plan, read_nats(quality))).choose_repair()
+
+    def knows_donors(self, plan: ReusePlan, quality: str = GATED_MODE) -> bool:
+        """Whether one pass is likely to do: earlier questions have shown what matters in its donors."""
+        if self._thresholds is None or not Gate.of(self._thresholds, plan, read_nats(quality)).sees_at_once:
+            return False
+        with self._lock:
+            return all(donor_id in self._donors for donor_id in plan.donor_ids)
+
     def learn(
         self,
         plan: ReusePlan,
@@ -210,11 +257,13 @@ class OutcomeMemory:
         *,
         took: float,
         reason: DeclineReason | None = None,
+        escalations: int = 0,
     ) -> None:
         """Take in what a plan that was begun has cost, in the unit of its ``forecast``, which no record has scaled.
 
         ``reason``: why the prompt holds no donor KV in the end; None where it does. Only the gate's own reason says
-        something about the kind. A donor that was lost or a pass that failed does not.
+        something about the kind. A donor that was lost or a pass that failed does not. ``escalations``: repairs behind
+        the first one.
         """
         refused = reason is DeclineReason.QUALITY_RISK
         if (reason is not None and not refused) or min(forecast.reuse, forecast.cold) <= 0:
@@ -223,6 +272,11 @@ class OutcomeMemory:
         kind = name_kind(plan, read_nats(quality))
         with self._lock:
             record = self._find(namespace, kind)
+            if find_path(quality) == GATED_MODE:
+                for donor_id in plan.donor_ids:
+                    _take(self._donors, donor_id, lambda: True, MAX_DONORS)
+                if not refused:
+                    record.note_repair(plan.repair, escalations > 0)
             if refused:
                 record.add(refusal=max(COLD, took / forecast.cold))
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
@@ -25,10 +26,11 @@ _SCORES_AT_ONCE = (1 << 26, 1 << 21)  # on a GPU, and on a CPU, where they shoul
 
 
 class AttentionMass(Observer):
-    """Sums over all layers the attention that the question pays to every position.
+    """The attention that the question pays to every position, summed over all layers.
 
     The question is the last unbroken run of computed rows, at most ``most_rows`` of them: what the prompt ends with. It
-    is scored after relocation, so positions are the final ones. Reads the last segment of the rows; one sequence only.
+    is scored after relocation, so positions are the final ones. Of a pass its queries are kept; the rest is worked out
+    when ``mass`` is asked for, of all layers at once, while their KV is still there. One sequence only.
     """
 
     after_pass = True
@@ -39,21 +41,24 @@ class AttentionMass(Observer):
         self._mass: Tensor | None = None
         self._rows: Rows | None = None
         self._asking = 0
+        self._queries: dict[int, Tensor] = {}
+        self._layout: Layout | None = None
 
     @property
     def mass(self) -> Tensor | None:
         """One number a position; None before the first layer."""
+        kept, self._queries = self._queries, {}
+        if kept and self._rows is not None and self._layout is not None:
+            self._add(torch.stack([kept[layer] for layer in sorted(kept)]), sorted(kept), self._rows, self._layout)
         return self._mass
 
     def on_layer(self, layer: int, q: Tensor, rows: Rows, layout: Layout) -> None:
-        mass = self._start_pass(rows, q.device)
-        context = rows.context[: rows.reach]
-        if q.device.type == "cuda" and has_triton() and (views := layout.views) is not None:
-            from semblend.materialize.kv.attention_kernels import add_question_mass
+        self._start_pass(rows, q.device)
+        self._queries[layer], self._layout = q[-self._asking :].clone(), layout
 
-            add_question_mass(mass, q[-self._asking :], context, views.k[layer])
-        else:
-            add_attention(mass, q[-self._asking :], layout.keys(layer, context))
+    def on_queries(self, q: Tensor, rows: Rows, layout: Layout) -> None:
+        self._start_pass(rows, q.device)
+        self._queries, self._layout = dict(enumerate(q[:, -self._asking :].clone())), layout
 
     def on_weights(self, weights: Tensor, start: int, rows: Rows) -> None:
         """The same, where attention has computed the weights already: ``[heads, some rows from start on, keys]``."""
@@ -67,30 +72,20 @@ class AttentionMass(Observer):
         if rows is not self._rows or self._mass is None:  # a further part of a pass: the question is in the last
             # From the host's copy: asking a GPU for positions costs a wait.
             self._rows, self._asking = rows, count_question_rows(rows.host_positions, self.most_rows)
-            self._mass = torch.zeros(len(rows.context), device=device)
+            self._mass, self._queries = torch.zeros(len(rows.context), device=device), {}
         return self._mass
 
+    @torch.inference_mode()
+    def _add(self, q: Tensor, layers: Sequence[int], rows: Rows, layout: Layout) -> None:
+        mass, context = self._start_pass(rows, q.device), rows.context[: rows.reach]
+        views = layout.views
+        if q.device.type == "cuda" and has_triton() and views is not None and len(layers) == layout.layers:
+            from semblend.materialize.kv.attention_kernels import measure_question_mass
 
-class LateAttentionMass(AttentionMass):
-    """The same, worked out when it is asked for: of a pass only the question's queries are kept."""
-
-    def __init__(self, most_rows: int = QUESTION_ROWS) -> None:
-        super().__init__(most_rows)
-        self._kept: dict[int, tuple[Tensor, Rows, Layout]] = {}
-
-    def on_layer(self, layer: int, q: Tensor, rows: Rows, layout: Layout) -> None:
-        self._kept[layer] = q[-self.most_rows :].clone(), rows, layout
-
-    def on_weights(self, weights: Tensor, start: int, rows: Rows) -> None:
-        self._kept = {}  # of an earlier part of the pass
-        super().on_weights(weights, start, rows)
-
-    @property
-    def mass(self) -> Tensor | None:
-        kept, self._kept = self._kept, {}
-        for layer, (q, rows, layout) in kept.items():
-            super().on_layer(layer, q, rows, layout)
-        return super().mass
+            mass[: len(context)] += measure_question_mass(q, context, views)
+            return
+        for layer, queries in zip(layers, q, strict=True):
+            add_attention(mass, queries, layout.keys(layer, context))
 
 
 class KvDeviation(Observer):
@@ -160,13 +155,18 @@ class RepairedDeviation(Observer):
     def on_layer(self, layer: int, q: Tensor, rows: Rows, layout: Layout) -> None:
         self._inner.on_layer(layer, q, rows, layout)
 
+    def on_queries(self, q: Tensor, rows: Rows, layout: Layout) -> None:
+        self._inner.on_queries(q, rows, layout)
+
     def on_weights(self, weights: Tensor, start: int, rows: Rows) -> None:
         self._inner.on_weights(weights, start, rows)
 
     def mean_over(self, at: npt.NDArray[np.bool_], weight: npt.NDArray[np.floating[Any]]) -> float:
-        """Mean over the rows that ``at`` marks, by ``weight``."""
-        if not self._chunks or not at.any() or not weight.sum() > 0:
+        """Mean over the rows that ``at`` marks, by ``weight``; no number where all weigh nothing."""
+        if not self._chunks or not at.any():
             return 0.0
+        if not weight.sum() > 0:
+            return math.nan
         found = torch.cat(self._chunks).cpu().numpy()[at]
         return float((found * weight).sum() / weight.sum())
 

@@ -124,13 +124,18 @@ class RiskFeatures:
     """What a repair shows, in nats but for ``deviation``, which is relative to the size of KV.
 
     ``moved`` is the divergence of the next-token distribution now from that of the first look, ``settled`` from that of
-    the pass before.
+    the pass before; both are no number where the first pass was the repair.
     """
 
     moved: float
     settled: float
     deviation: float
     entropy: float
+
+    @property
+    def seen_at_once(self) -> tuple[float, float]:
+        """What one pass shows of itself, without another before it."""
+        return math.log(max(self.deviation, _LEAST)), self.entropy
 
     @property
     def logs(self) -> tuple[float, float, float, float]:
@@ -266,8 +271,9 @@ class DialTable:
     """Expected divergence from cold by way, in nats; empty where nothing was measured.
 
     ``means``: by order of passages and way, the mean of what was measured.
-    ``repair``: by way, weights of `RiskFeatures.logs` without its constant, of each order, and a constant.
-    Weights give the logarithm of the expected divergence.
+    ``repair``: by way, weights of `RiskFeatures.seen_at_once`, of each order but the usual one, and a constant.
+    Weights give the logarithm of the expected divergence. How far the next-token distribution moved has none: beside
+    the deviation it says nothing (fits on three models gave it 0 to .14), and it takes a pass more to see.
     """
 
     means: Mapping[PassageOrder, Mapping[int, float]] = field(default_factory=dict)
@@ -275,10 +281,10 @@ class DialTable:
 
     def __post_init__(self) -> None:
         for percent, weights in self.repair.items():
-            if len(weights) != 3 + len(_ORDERS) or not all(map(math.isfinite, weights)):
+            if len(weights) != 2 + len(_ORDERS) or not all(map(math.isfinite, weights)):
                 raise ConfigError(
                     f"the dial's row for {percent} % has weights {weights}",
-                    hint=f"give {3 + len(_ORDERS)} numbers, as `semblend calibrate` writes them",
+                    hint=f"give {2 + len(_ORDERS)} numbers, as `semblend calibrate` writes them",
                 )
         for order, row in self.means.items():
             if any(not (math.isfinite(nats) and nats >= 0) for nats in row.values()):
@@ -295,7 +301,7 @@ class DialTable:
     def expect_by_repair(self, order: PassageOrder, percent: int, features: RiskFeatures) -> float:
         """Of the way that was taken."""
         weights = self.repair.get(percent)
-        if weights is None or not math.isfinite(features.moved):
+        if weights is None or not all(map(math.isfinite, features.seen_at_once)):
             return bound_risk(math.inf)
         return _expect(weights, make_repair_features(order, features))
 
@@ -312,7 +318,7 @@ class DialTable:
 
 def make_repair_features(order: PassageOrder, features: RiskFeatures) -> tuple[float, ...]:
     """What the weights of `DialTable.repair` weigh."""
-    return (*features.logs[:-1], *_mark_order(order))
+    return (*features.seen_at_once, *_mark_order(order))
 
 
 def _mark_order(order: PassageOrder) -> tuple[float, ...]:
@@ -324,7 +330,7 @@ def _expect(weights: Sequence[float], features: Sequence[float]) -> float:
     return math.exp(min(20.0, sum(w * f for w, f in zip(weights, features, strict=True))))
 
 
-SCHEMA = "semblend.thresholds.v2"
+SCHEMA = "semblend.thresholds.v3"
 STEPS = (10, 20, 40)
 """Percent of the reused tokens that are computed again before the gate looks."""
 

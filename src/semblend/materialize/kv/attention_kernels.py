@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from semblend.errors import InputError
+from semblend.materialize.kv.layout import KvLayout, copy_to_device
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 MUCH_NEAR_MEMORY = 200 << 10
@@ -345,13 +346,18 @@ def _scores(  # type: ignore[no-untyped-def]
     return tl.where(live[:, None] & (key[None, :] <= (reach - rows + row)[:, None]), scores, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["rows", "reach"], do_not_specialize_on_alignment=["q", "context"])
+@triton.jit(do_not_specialize=["rows", "reach", "parts"], do_not_specialize_on_alignment=["q", "context", "starts"])
 def _peaks_kernel(  # type: ignore[no-untyped-def]
-    q, context, k, sums, rows, reach, part_tokens, scale, q_row, q_head, kv_block, kv_token, kv_head,
+    q, context, k, starts, sums, rows, reach, parts, part_tokens, scale, q_layer, q_row, q_head,
+    kv_block, kv_token, kv_head,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, TILE: tl.constexpr,  # noqa: N803
-    KEYS: tl.constexpr, DIMS: tl.constexpr, WIDEN: tl.constexpr,  # noqa: N803
+    KEYS: tl.constexpr, DIMS: tl.constexpr, WIDEN: tl.constexpr, STEP: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    kv, part = tl.program_id(1), tl.program_id(2)
+    kv, layer = tl.program_id(1), tl.program_id(2) // parts
+    part = tl.program_id(2) % parts
+    q += layer.to(tl.int64) * q_layer
+    k += tl.multiple_of(tl.load(starts + 2 * layer), STEP)
+    sums += layer.to(tl.int64) * parts * tl.num_programs(1) * rows * GROUP * 2
     packed = tl.program_id(0) * TILE + tl.arange(0, TILE)
     dim = tl.arange(0, DIMS)
     strides = (kv_block, kv_token, kv_head)
@@ -371,16 +377,23 @@ def _peaks_kernel(  # type: ignore[no-untyped-def]
     tl.store(sums + place + 1, mass, mask=packed < rows * GROUP)
 
 
-@triton.jit(do_not_specialize=["rows", "reach", "parts"], do_not_specialize_on_alignment=["q", "context", "total"])
+@triton.jit(
+    do_not_specialize=["rows", "reach", "parts"], do_not_specialize_on_alignment=["q", "context", "starts", "found"]
+)
 def _mass_kernel(  # type: ignore[no-untyped-def]
-    q, context, k, sums, total, rows, reach, parts, scale, share, q_row, q_head, kv_block, kv_token, kv_head,
+    q, context, k, starts, sums, found, rows, reach, parts, scale, share, q_layer, q_row, q_head,
+    kv_block, kv_token, kv_head,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,  # noqa: N803
-    TILE: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr, WIDEN: tl.constexpr,  # noqa: N803
+    TILE: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr, WIDEN: tl.constexpr, STEP: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
+    layer = tl.program_id(1)
+    q += layer.to(tl.int64) * q_layer
+    k += tl.multiple_of(tl.load(starts + 2 * layer), STEP)
+    sums += layer.to(tl.int64) * parts * KV_HEADS * rows * GROUP * 2
     key = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
     dim = tl.arange(0, DIMS)
     strides = (kv_block, kv_token, kv_head)
-    found = tl.zeros([KEYS], tl.float32)
+    total = tl.zeros([KEYS], tl.float32)
     for kv in range(KV_HEADS):
         for begin in range(0, rows * GROUP, TILE):
             packed = begin + tl.arange(0, TILE)
@@ -398,28 +411,33 @@ def _mass_kernel(  # type: ignore[no-untyped-def]
                 q, k, context, packed, key, rows, reach, scale, q_row, q_head, strides, kv, dim,
                 GROUP, HEAD_DIM, BLOCK_TOKENS, WIDEN,
             )  # fmt: skip
-            found += tl.sum(tl.exp2(scores - peak[:, None]) / mass[:, None], 0)
-    there = key < reach
-    tl.store(total + key, tl.load(total + key, mask=there, other=0.0) + found * share, mask=there)
+            total += tl.sum(tl.exp2(scores - peak[:, None]) / mass[:, None], 0)
+    tl.store(found + layer.to(tl.int64) * reach + key, total * share, mask=key < reach)
 
 
-def add_question_mass(total: Tensor, q: Tensor, context: Tensor, k: Tensor) -> None:
-    """As ``observers.add_attention``, with the keys of ``context`` (slots) as they lie in a layer ``k`` of a pool."""
-    rows, heads, head_dim = q.shape
-    pool = as_blocks(k)
-    kv_heads, reach = pool.shape[2], len(context)
+def measure_question_mass(q: Tensor, context: Tensor, layout: KvLayout) -> Tensor:
+    """The attention that ``q[layers, n, heads, d]`` pays to every key of ``context`` (slots), summed over all layers.
+
+    As ``observers.add_attention`` for each, in two launches: a pair a layer would take longer to start than to run.
+    """
+    layers, rows, heads, head_dim = q.shape
+    kv_heads, reach = layout.kv_heads, len(context)
     group = heads // kv_heads
-    q = q if q.stride(2) == 1 else q.contiguous()
+    q = q if q.stride(3) == 1 else q.contiguous()
     tile = _tile(head_dim, q.dtype, q.device)
     tiles = triton.cdiv(rows * group, tile)
-    parts = parts_of(tiles * kv_heads, reach, q.device)
+    parts = parts_of(tiles * kv_heads * layers, reach, q.device)
     part_tokens = triton.cdiv(triton.cdiv(reach, parts), tile) * tile
-    sums = torch.empty((parts, kv_heads, rows * group, 2), dtype=torch.float32, device=q.device)
-    strides = (q.stride(0), q.stride(1), *pool.stride()[:3])
+    sums = torch.empty((layers, parts, kv_heads, rows * group, 2), dtype=torch.float32, device=q.device)
+    found = torch.empty((layers, reach), dtype=torch.float32, device=q.device)
+    kv_strides = layout.k[0].stride()[:3]
+    strides = (*q.stride()[:3], *kv_strides)
+    numbers = (*layout.layer_starts[:, 0].tolist(), *kv_strides)
     shapes = {
         "GROUP": group,
         "HEAD_DIM": head_dim,
-        "BLOCK_TOKENS": pool.shape[1],
+        "BLOCK_TOKENS": layout.block_tokens,
+        "STEP": 8 if all(number % 8 == 0 for number in numbers) else 1,
         "TILE": tile,
         "KEYS": tile,
         "DIMS": max(16, triton.next_power_of_2(head_dim)),
@@ -427,11 +445,15 @@ def add_question_mass(total: Tensor, q: Tensor, context: Tensor, k: Tensor) -> N
         "WIDEN": q.device.type == "cpu" and q.dtype == torch.bfloat16,  # the interpreter multiplies bit patterns
     }
     scale = head_dim**-0.5
-    _peaks_kernel[(tiles, kv_heads, parts)](q, context, pool, sums, rows, reach, part_tokens, scale, *strides, **shapes)
-    share = 1 / (rows * heads)
-    _mass_kernel[(triton.cdiv(reach, tile),)](
-        q, context, pool, sums, total, rows, reach, parts, scale, share, *strides, KV_HEADS=kv_heads, **shapes
+    starts = copy_to_device(torch.from_numpy(layout.layer_starts), q.device)
+    pool, share = layout.k[0], 1 / (rows * heads)
+    _peaks_kernel[(tiles, kv_heads, layers * parts)](
+        q, context, pool, starts, sums, rows, reach, parts, part_tokens, scale, *strides, **shapes
     )
+    _mass_kernel[(triton.cdiv(reach, tile), layers)](
+        q, context, pool, starts, sums, found, rows, reach, parts, scale, share, *strides, KV_HEADS=kv_heads, **shapes
+    )
+    return found.sum(0)
 
 
 def _tile(head_dim: int, dtype: torch.dtype, device: torch.device) -> int:

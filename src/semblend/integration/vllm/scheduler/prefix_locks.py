@@ -1,10 +1,10 @@
 """Approximate KV must never be found as exact: the chain of hashes by which vLLM finds blocks.
 
 vLLM keeps the chain with each request and enters a request's blocks under it when their KV is complete. So before that
-the hashes from the first approximate block on are replaced by ones that only requests with the same salt have (`salt`).
-Hashes of later blocks, those of the answer too, are made from the ones before, and so are salted. Two more things keep
-others away: the answer's blocks do not enter the cache at all (`keep_out`), and what vLLM announces of these blocks is
-taken back, because a router would read tokens from it, not hashes (`silence`).
+the hashes from the first approximate block on are replaced by ones that only requests with the same key have (`salt`).
+Under a key the answer's blocks go on in the same way: a prompt that goes on from the answer finds them, if it has the
+key. Without one nobody could find them, and they do not enter the cache at all (`keep_out`). What vLLM announces of all
+these blocks is taken back, because a router would read tokens from it, not hashes (`silence`).
 
 If the request turns out to be computed exactly, or starts again, `restore` gives it its own hashes back.
 """
@@ -20,24 +20,41 @@ from semblend.integration.vllm.scheduler.records import EngineFacts, Record, Sal
 
 _NEVER_AGAIN = 1 << 62
 """As the number of blocks that are already cached: then no further one is."""
+_PIECE = 64
+"""Hashes that are encrypted with one piece of the stream."""
 
 
 def salt(request: Any, first: int, key: bytes | None = None) -> Salted:
     """Make the request's hashes from index ``first`` on its own, those of blocks that are not full yet included.
 
-    With a ``key`` equal hashes become equal ones, for whoever has the same key. It has to be a secret.
+    With a ``key``, which has to be a secret, equal hashes become equal ones for whoever has the same key: those of the
+    prompt, and those of the answer in a later prompt.
     """
-    kept, hasher = tuple(request.block_hashes[first:]), request._block_hasher
-    request.block_hashes[first:] = _unheard_of(kept) if key is None else _encrypt(kept, key)
-    if not kept and hasher is not None:  # the first approximate block fills up later: its parent's hash is an exact one
-        request._block_hasher = lambda asked: _unheard_of(hasher(asked))
-    return Salted(first, kept, hasher)
+    exact, hasher = list(request.block_hashes), request._block_hasher
+    given = _unheard_of(exact[first:]) if key is None else _encrypt(exact[first:], key, first)
+    request.block_hashes[first:] = given
+
+    def continue_chain(asked: Any) -> list[bytes]:
+        """Hashes of the blocks that have filled since, from the exact ones before."""
+        salted, asked.block_hashes = asked.block_hashes, exact
+        try:
+            more = hasher(asked)
+        finally:
+            asked.block_hashes = salted
+        made = _unheard_of(more) if key is None else _encrypt(more, key, len(exact))
+        exact.extend(more)
+        given.extend(made)
+        return made
+
+    if hasher is not None:
+        request._block_hasher = continue_chain
+    return Salted(first, exact, given, hasher, key is not None)
 
 
 def restore(request: Any, salted: Salted) -> None:
-    """Undo `salt`; blocks that were filled since get their hashes anew, from the exact ones."""
+    """Undo `salt`."""
     request._block_hasher = salted.hasher
-    request.block_hashes[salted.first :] = salted.hashes
+    request.block_hashes[salted.first :] = salted.exact[salted.first :]
     request.update_block_hashes()
 
 
@@ -48,14 +65,18 @@ def _unheard_of(hashes: Sequence[bytes]) -> list[bytes]:
     return [drawn[at : at + size] for at in range(0, len(drawn), size)] if size else []
 
 
-def _encrypt(hashes: Sequence[bytes], key: bytes) -> list[bytes]:
-    """Each with its part of a stream that only the key gives: as hard to guess as the key, and equal for equal ones."""
-    whole = b"".join(hashes)
-    if not whole:
+def _encrypt(hashes: Sequence[bytes], key: bytes, start: int) -> list[bytes]:
+    """Each with its part of a stream that only the key gives: as hard to guess as the key, and equal for equal ones.
+
+    ``start``: the index of the first; the stream is made in pieces, so that a block of an answer costs one of them.
+    """
+    if not hashes:
         return []
-    stream = hashlib.shake_256(key).digest(len(whole))
+    whole, size = b"".join(hashes), len(hashes[0])
+    pieces = range(start // _PIECE, (start + len(hashes) - 1) // _PIECE + 1)
+    stream = b"".join(hashlib.shake_256(key + piece.to_bytes(8, "big")).digest(_PIECE * size) for piece in pieces)
+    stream = stream[start % _PIECE * size :][: len(whole)]
     mixed = (int.from_bytes(whole, "big") ^ int.from_bytes(stream, "big")).to_bytes(len(whole), "big")
-    size = len(hashes[0])
     return [mixed[at : at + size] for at in range(0, len(mixed), size)]
 
 
@@ -126,10 +147,8 @@ class PrefixLocks:
 
     def lock(self, record: Record, first_token: int, key: bytes | None) -> None:
         """From the block of ``first_token`` on, only requests with the same key find this one's blocks."""
-        first = first_token // self._facts.hash_block_tokens
         record.first_block = first_token // self._facts.block_tokens
-        record.own_hashes = frozenset(map(bytes, record.source.block_hashes[first:]))
-        record.salted = salt(record.source, first, key)
+        record.salted = salt(record.source, first_token // self._facts.hash_block_tokens, key)
 
     def unlock(self, record: Record) -> None:
         """Its own hashes again: nothing approximate is in its blocks, or it has none."""
@@ -137,8 +156,13 @@ class PrefixLocks:
             restore(record.source, record.salted)
             record.salted = None
 
+    def end_caching(self, record: Record) -> None:
+        """No further block of a request enters the prefix cache, as far as the version lets us say so."""
+        if self.block_pool is not None:
+            keep_out(self.block_pool, self.cached_counts, record.request_id, ())
+
     def keep_private(self, records: Iterable[Record]) -> None:
-        """When vLLM has entered blocks: none is in under an exact hash, none of an answer, and nothing is announced."""
+        """When vLLM has entered blocks: they are in under hashes that we gave them only, and nothing is announced."""
         for record in records:
             if record.salted is None or record.block_ids is None or self.block_pool is None:
                 continue
@@ -150,22 +174,30 @@ class PrefixLocks:
     def _keep_private(self, record: Record) -> None:
         assert record.salted is not None
         assert record.block_ids is not None
-        if record.kept_out and self.cached_counts:
-            return  # nothing more of it enters: running requests cost a step nothing
-        pool, blocks, name = self.block_pool, record.block_ids, record.request_id
-        # Before 0.30 vLLM enters blocks as they fill: those since, and two that were filling.
-        since = max(record.kept_out - 2, record.first_block)
-        first_hash = since if self.can_share else record.salted.first
+        if record.checked_blocks and self._has_no_news(record):
+            return
+        pool, blocks, name, salted = self.block_pool, record.block_ids, record.request_id, record.salted
+        # vLLM enters blocks as they fill: those since, and two that were filling.
+        since = max(record.checked_blocks - 2, record.first_block)
+        first_hash = since if self.can_share else salted.first
         if pool.kv_event_queue:
             silence(pool, list_hashes(pool, record.source, first_hash, blocks[since:]))
         if record.is_loading:
             return
-        if not self.can_share or record.own_hashes & list_hashes(pool, None, 0, blocks[since:]):
+        given = salted.given[since - salted.first :]
+        if not self.can_share or not list_hashes(pool, None, 0, blocks[since:]).issubset(given):
             keep_out(pool, self.cached_counts, name, blocks[since:])
             if self.can_share:
-                self._report_failure("withdraw", "approximate blocks were under exact hashes", name)
-        elif record.entered:
+                self._report_failure("withdraw", "approximate blocks were under hashes that are not ours", name)
+        elif record.entered and not salted.has_key:
             answer = len(record.prompt) // self._facts.block_tokens
             keep_out(pool, self.cached_counts, name, blocks[max(since, answer) :])
         if record.entered:
-            record.kept_out = len(blocks)
+            record.checked_blocks = len(blocks)
+
+    def _has_no_news(self, record: Record) -> bool:
+        """Whether nothing of a request can have entered since the last look: one that runs costs a step nothing."""
+        assert record.salted is not None
+        if record.salted.has_key:
+            return len(record.block_ids or ()) == record.checked_blocks and not self.block_pool.kv_event_queue
+        return bool(self.cached_counts)

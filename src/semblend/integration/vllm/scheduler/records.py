@@ -47,22 +47,38 @@ def name_weights(facts: EngineFacts, digest: str) -> EngineFacts:
 
 @dataclass(slots=True)
 class Share:
-    """Approximate blocks of one prompt; ``result`` is None while they are being filled for request ``owner``."""
+    """Approximate blocks of one prompt; ``result`` is None while they are being filled for request ``owner``.
 
-    prompt: bytes
+    ``end`` is the exact hash of the prompt's last full block, and stands for all tokens up to there; ``rest`` are those
+    behind it. ``prompt_tokens`` counts both.
+    """
+
+    end: bytes
+    rest: tuple[int, ...]
+    namespace: str
+    mode: str
     key: bytes
     owner: str
     plan: ReusePlan
+    prompt_tokens: int
     result: LoadResult | None = None
+
+    @property
+    def name(self) -> tuple[Any, ...]:
+        """Equal for equal prompts of one namespace and mode."""
+        return self.end, self.rest, self.namespace, self.mode
 
 
 @dataclass(frozen=True, slots=True)
 class Salted:
-    """What `restore` needs: the index of the first salted hash, what stood there, and the request's own hasher."""
+    """What `restore` and a check need: the index of the first salted hash, all ``exact`` hashes, those that were
+    ``given`` to the request in their place, its own hasher, and whether others find them by a key."""
 
     first: int
-    hashes: tuple[bytes, ...]
+    exact: list[bytes]
+    given: list[bytes]
     hasher: Any
+    has_key: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,19 +114,19 @@ class Record(ReuseSession):
     """A request in vLLM: its session, and the blocks and hashes that vLLM knows it by.
 
     ``block_ids``: it was admitted with these, to be loaded or to be computed. ``salted``: its hashes from
-    ``first_block`` on are not its own. ``entered``: vLLM has its filled blocks in its prefix cache. ``share``: the
-    blocks of an equal prompt that it looks for, or has; it found ``found_tokens``. ``cost``: of the load that was last
-    considered, for `healing`. ``brought_from``: another connector brings the tokens from there on, and its
+    ``first_block`` on are not its own. ``checked_blocks``: so many were seen to be private. ``entered``: vLLM has its
+    filled blocks in its prefix cache. ``lent``: what others may share of it. ``share``: the blocks of an equal prompt,
+    or of one that it goes on from, that it looks for, or has; it found ``found_tokens``. ``cost``: of the load that was
+    last considered, for `healing`. ``brought_from``: another connector brings the tokens from there on, and its
     load may run in the request's first step. ``spoiled``: why some of what its KV is computed on is wrong.
     """
 
-    name: bytes | None = None
     salted: Salted | None = None
-    own_hashes: frozenset[bytes] = frozenset()
     first_block: int = 0
-    kept_out: int = 0
+    checked_blocks: int = 0
     block_ids: list[int] | None = None
     entered: bool = False
+    lent: Share | None = None
     share: Share | None = None
     found_tokens: int = 0
     cost: LoadCost | None = None
@@ -139,7 +155,7 @@ class Record(ReuseSession):
     def lose_blocks(self) -> None:
         """vLLM has taken its blocks back."""
         self.block_ids = self.share = self.brought_from = None
-        self.entered, self.kept_out = False, 0
+        self.entered, self.checked_blocks = False, 0
 
     def begin_step(self, computed_tokens: int) -> int:
         """The first token whose KV is written in the next step of a request with ``computed_tokens``."""

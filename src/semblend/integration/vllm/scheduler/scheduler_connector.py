@@ -114,7 +114,7 @@ class SchedulerConnector:
         if record.share is not None and self.shares.find_blocks(record, local_tokens):
             return 0
         if self._may_reuse(record):
-            if self._shares_blocks and self.shares.join(record, local_tokens, self._records):
+            if self.shares and self._shares_blocks and self.shares.join(record, local_tokens, self._records):
                 return None
             if self.healing.must_wait(record, local_tokens, self._records):
                 return None
@@ -318,7 +318,9 @@ class SchedulerConnector:
         if record is not None:
             self._release_blocks(record)
             self.shares.drop_of(record)
-            if not record.holds_moved_kv:  # computed cold, under its own hashes; filled blocks must stay salted
+            if record.holds_moved_kv:  # filled blocks must stay salted, and nobody looks after those of its answer
+                self.locks.end_caching(record)
+            else:  # computed cold, under its own hashes
                 self.locks.unlock(record)
         self.semblend.release(request_id)
 
@@ -329,7 +331,9 @@ class SchedulerConnector:
         self._refused.pop(request_id, None)
 
     def _catch_up(self) -> None:
-        if self.donors.catch_up():
+        is_void = self.donors.catch_up()
+        self.shares.drop_donors(self.donors.take_forgotten())
+        if is_void:
             self.reset()
 
     def _adopt_weights(self, digest: str) -> None:
@@ -385,7 +389,7 @@ class SchedulerConnector:
         key = self.shares.begin(record, plan) if self._shares_blocks else None
         self.locks.lock(record, plan.spans[0].target_start, key)
         spans = (replace(one, generation=self.donors.find_generation(one.donor_id)) for one in plan.spans)
-        self._loads.add(record, plan.prompt_tokens, spans)
+        self._loads.add(record, plan, spans)
         self.healing.note_load(record)
         self.donors.note_used(plan.donor_ids)
 
@@ -401,8 +405,7 @@ class SchedulerConnector:
         self.shares.drop_of(record)
         self.locks.unlock(record)  # what is in its blocks is exact, or will be: vLLM may find it
         if result.reason is DeclineReason.VALIDATION_FAILED and plan is not None:
-            for donor_id in result.faulty_donors or plan.donor_ids:
-                self.shares.drop_donor(donor_id)
+            self.shares.drop_donors(result.faulty_donors or plan.donor_ids)
 
     # -- its life --------------------------------------------------------------------------------------------------
 
@@ -463,19 +466,20 @@ class PendingLoads:
         """Whether a load waits to be ordered."""
         return bool(self._waiting)
 
-    def add(self, record: Record, plan_tokens: int, spans: Iterable[Span]) -> None:
+    def add(self, record: Record, plan: ReusePlan, spans: Iterable[Span]) -> None:
         """A request was given its blocks; ``spans`` carry the workers' generations."""
         assert record.block_ids is not None, "vLLM has just told them"
         self._waiting.append(
             Load(
                 record.request.request_id,
-                record.prompt.token_ids[:plan_tokens].astype(np.int32),
+                record.prompt.token_ids[: plan.prompt_tokens].astype(np.int32),
                 tuple(record.block_ids),
                 record.exact_tokens,
                 record.claim_end,
                 tuple(spans),
                 record.mode,
                 record.prompt.namespace.tenant,
+                plan.repair,
             )
         )
 

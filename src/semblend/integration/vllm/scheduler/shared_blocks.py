@@ -1,27 +1,34 @@
-"""Equal prompts share approximate blocks: what was loaded for one is found by the next, and nobody else finds it.
+"""Who shares approximate blocks: what was loaded for one prompt is found by equal ones and by those that go on from it.
 
-The blocks lie in vLLM's prefix cache under hashes that are salted with a key (`prefix_locks.salt`). The key is made
-from the namespace, the mode, the whole prompt and the spans, with a secret of this process: another prompt, another
-tenant or another mode has another key, and none can be worked out from outside. The whole prompt counts, the question
-too: in mode balanced the gate chose and judged for it. vLLM counts the blocks' users and evicts them as it does with
-all others.
+The blocks lie in vLLM's prefix cache under hashes that are salted with a key (`prefix_locks.salt`), drawn for each
+load. A request gets the key if its prompt begins with all tokens of the one that was loaded, in the same namespace and
+mode: it is equal, or it is the next turn of that conversation. All turns have one key, so a turn also finds what the
+one before has computed and answered, and computes only what is new. vLLM counts the blocks' users and evicts them as it
+does with all others.
 
-An equal prompt that arrives while the first is being loaded waits for it.
+The whole prompt counts, the question too: in mode balanced the gate chose and judged for it. A next turn asks another
+question, so it goes on only where the risk leaves room for that (`explain_no_room`), else it is planned for itself.
+
+A prompt that arrives while what it could share is being loaded waits for it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 from semblend.integration.vllm.scheduler.prefix_locks import PrefixLocks
 from semblend.integration.vllm.scheduler.records import Record, Share
 from semblend.plan.reuse_plan import ReusePlan
+from semblend.quality import explain_no_room
 from semblend.session.session import NEVER, LoadResult
 
 MAX_SHARES = 4096
+MIN_FOUND = 0.5
+"""Of the donors' tokens so many have to be there still. The others are computed; loading all again costs less than a
+prefill of half of them."""
 
 
 class SharedBlocks:
@@ -29,62 +36,81 @@ class SharedBlocks:
 
     def __init__(self, locks: PrefixLocks, block_tokens: int, most: int = MAX_SHARES) -> None:
         self._locks, self._block_tokens, self._most = locks, block_tokens, most
-        self._secret = secrets.token_bytes(32)
-        self._shares: OrderedDict[bytes, Share] = OrderedDict()
+        self._shares: OrderedDict[tuple[Any, ...], Share] = OrderedDict()
+        self._ends: dict[bytes, list[Share]] = {}
 
     def __len__(self) -> int:
         return len(self._shares)
 
-    # -- the first of equal prompts --------------------------------------------------------------------------------
+    # -- whose blocks are shared -----------------------------------------------------------------------------------
 
     def begin(self, record: Record, plan: ReusePlan) -> bytes:
         """A load for this prompt begins; returns the key to lock its blocks with."""
-        name = self._name(record)
-        spans = repr([(s.donor_id, s.generation, s.donor_start, s.target_start, s.length) for s in plan.spans])
-        key = hashlib.blake2b(name + spans.encode(), key=self._secret).digest()
-        self._shares[name] = Share(name, key, record.request_id, plan)
-        self._shares.move_to_end(name)
+        tokens, full, key = record.source.prompt_token_ids, record.source.block_hashes, secrets.token_bytes(32)
+        if not full:  # nobody finds a block that is not full
+            return key
+        rest = tuple(tokens[len(full) * self._block_tokens :])
+        namespace = record.prompt.namespace.digest
+        share = Share(bytes(full[-1]), rest, namespace, record.mode, key, record.request_id, plan, len(tokens))
+        self._drop(self._shares.get(share.name))
+        self._shares[share.name] = record.lent = share
+        self._ends.setdefault(share.end, []).append(share)
         if len(self._shares) > self._most:
-            self._shares.popitem(last=False)
+            self._drop(next(iter(self._shares.values())))
         return key
 
     def note_loaded(self, record: Record, result: LoadResult) -> None:
         """Its blocks are filled, and vLLM enters them when it schedules the request."""
-        share = self._shares.get(self._name(record))
-        if share is not None and share.owner == record.request_id:
-            share.result = result
+        if record.lent is not None:
+            record.lent.result = result
 
-    # -- the next ones ---------------------------------------------------------------------------------------------
+    # -- who shares them -------------------------------------------------------------------------------------------
 
     def join(self, record: Record, local_tokens: int, records: Mapping[str, Record]) -> bool:
-        """Whether vLLM shall ask again in its next step: an equal prompt's blocks will be there, or are.
+        """Whether vLLM shall ask again in its next step: blocks that this prompt may share will be there, or are.
 
         In the second case the request's hashes are salted like theirs, so that vLLM's next look finds them.
         """
-        share = self._shares.get(self._name(record)) if self._shares else None
-        if share is None:
-            return False
-        self._shares.move_to_end(share.prompt)
-        if share.result is None:
-            owner = records.get(share.owner)
-            return owner is not None and owner.is_loading and owner is not record
-        first = share.plan.spans[0].target_start
-        if local_tokens > first // self._block_tokens * self._block_tokens:
-            return False  # more of it is exact by now
-        record.withdraw()
-        record.exact_tokens, record.decision, record.share = local_tokens, share.plan, share
-        self._locks.lock(record, first, share.key)
-        return True
+        for share in self._find(record):
+            first = share.plan.spans[0].target_start
+            if share.result is None:
+                owner = records.get(share.owner)
+                if owner is not None and owner.is_loading and owner is not record:
+                    return True
+            elif local_tokens > first // self._block_tokens * self._block_tokens:
+                continue  # more of it is exact by now
+            elif share.prompt_tokens == len(record.prompt) or not explain_no_room(share.result.risk, record.mode):
+                self._shares.move_to_end(share.name)
+                record.withdraw()
+                record.exact_tokens, record.decision, record.share = local_tokens, share.plan, share
+                self._locks.lock(record, first, share.key)
+                return True
+        return False
+
+    def _find(self, record: Record) -> Iterator[Share]:
+        """Shares of the prompts that this one begins with, the longest first."""
+        tokens, full = record.source.prompt_token_ids, record.source.block_hashes
+        if self._ends.keys().isdisjoint(full):
+            return
+        asked = (record.prompt.namespace.digest, record.mode)
+        for count in range(len(full), 0, -1):
+            if shares := self._ends.get(full[count - 1]):
+                rest = tuple(tokens[count * self._block_tokens : (count + 1) * self._block_tokens])
+                found = [one for one in shares if one.rest == rest[: len(one.rest)]]
+                found = [one for one in found if (one.namespace, one.mode) == asked]
+                yield from sorted(found, key=lambda one: -one.prompt_tokens)
 
     def find_blocks(self, record: Record, found_tokens: int) -> bool:
         """vLLM has looked with the salted hashes; where the blocks are gone, the request is like any other again.
 
         So it is where donors were reset since: blocks that were made from them may still be there.
         """
-        known = record.share is not None and self._shares.get(record.share.prompt) is record.share
-        if known and found_tokens > record.first_block * self._block_tokens:
-            record.found_tokens = found_tokens
-            return True
+        share = record.share
+        if share is not None and self._shares.get(share.name) is share:
+            found = share.plan.until(found_tokens).reused_tokens
+            if found and found >= MIN_FOUND * share.plan.reused_tokens:
+                record.found_tokens = found_tokens
+                return True
         self.drop_of(record)
         self.leave(record)
         return False
@@ -92,19 +118,22 @@ class SharedBlocks:
     def take(self, record: Record) -> None:
         """The request was admitted with these blocks: what donors hold in them is reused once more.
 
-        Their other tokens were computed for the equal prompt. They are no donor's, and count as prefill here too.
+        Their other tokens were computed for the prompt that it shares with. They are no donor's, and count as prefill
+        here too.
         """
         share = record.share
         if share is not None and share.result is not None:
-            reused = sum(span.length for span in share.plan.until(record.found_tokens).spans)
+            plan = share.plan.until(record.found_tokens)
+            goes_on = f"goes on from {record.found_tokens} tokens of an earlier prompt, whose risk this is"
             result = LoadResult(
-                share.plan.spans[0].target_start,
-                reused,
+                plan.spans[0].target_start,
+                plan.reused_tokens,
                 risk=share.result.risk,
                 escalations=share.result.escalations,
                 canary=share.result.canary,
+                detail=goes_on if share.prompt_tokens < len(record.prompt) else "",
             )
-            record.share_kv(share.plan, result)
+            record.share_kv(plan, result)
 
     def leave(self, record: Record) -> None:
         """The request goes its own way, under its own hashes."""
@@ -117,23 +146,24 @@ class SharedBlocks:
 
     def drop_of(self, record: Record) -> None:
         """What this request has filled, or has not found, is shared no more."""
-        share = self._shares.get(record.name) if record.name is not None else None
-        if share is not None and (record.share is share or share.owner == record.request_id):
-            del self._shares[share.prompt]
+        self._drop(record.share)
+        self._drop(record.lent)
 
-    def drop_donor(self, donor_id: str) -> None:
-        """A donor turned out to be wrong: what was made from it is shared no more."""
-        for share in [one for one in self._shares.values() if donor_id in one.plan.donor_ids]:
-            del self._shares[share.prompt]
+    def drop_donors(self, donor_ids: Collection[str]) -> None:
+        """Donors turned out to be wrong, or an operator forgot them: what was made from them is shared no more."""
+        gone = set(donor_ids)
+        for share in list(self._shares.values()) if gone else ():
+            if not gone.isdisjoint(share.plan.donor_ids):
+                self._drop(share)
 
     def clear(self) -> None:
         self._shares.clear()
+        self._ends.clear()
 
-    def _name(self, record: Record) -> bytes:
-        """The prompt, its namespace and mode in a few bytes; worked out once for a request."""
-        if record.name is None:
-            prompt = record.prompt
-            digest = hashlib.blake2b(f"{prompt.namespace.digest}/{record.mode}/".encode(), key=self._secret)
-            digest.update(prompt.token_ids.tobytes())
-            record.name = digest.digest()
-        return record.name
+    def _drop(self, share: Share | None) -> None:
+        if share is None or self._shares.get(share.name) is not share:
+            return
+        del self._shares[share.name]
+        self._ends[share.end].remove(share)
+        if not self._ends[share.end]:
+            del self._ends[share.end]

@@ -35,6 +35,7 @@ class WorkerDonors:
         self._copied_from: dict[tuple[str, int], tuple[int, ...]] = {}  # the blocks of those
         self._held: dict[str, int] = {}  # donor -> the workers' generation of it
         self._drops: list[tuple[str, int]] = []
+        self._forgotten: list[str] = []  # donors that somebody wanted gone
         self._pinned: set[str] = set()
         self._pins: list[tuple[str, int, bool]] = []  # for the workers: donor, generation, on or off
         self.resets: ResetWatch | None = None
@@ -212,12 +213,18 @@ class WorkerDonors:
         drops, self._drops = self._drops, []
         return drops
 
+    def take_forgotten(self) -> list[str]:
+        forgotten, self._forgotten = self._forgotten, []
+        return forgotten
+
     def take_pins(self) -> list[tuple[str, int, bool]]:
         pins, self._pins = self._pins, []
         return pins
 
     def _note_evicted(self, eviction: Eviction) -> None:
         self._pinned.discard(eviction.donor.donor_id)
+        if eviction.reason == "forgotten":
+            self._forgotten.append(eviction.donor.donor_id)
         generation = self._held.pop(eviction.donor.donor_id, None)
         if self.shared is not None:
             self.shared.note_eviction(eviction.donor.donor_id, eviction.reason)

@@ -129,8 +129,7 @@ class StockModel:
             hidden = self._recorded.run(rows)
             if hidden is not None:
                 if observer is not None:
-                    for layer, queries in enumerate(self._recorded.queries):
-                        observer.on_layer(layer, queries, rows, self.layout)
+                    observer.on_queries(self._recorded.queries, rows, self.layout)
                 return hidden
         if self._looks is not None and observer is not None and observer.records:
             found = self._looks.run(rows)

@@ -186,14 +186,14 @@ def _kernel() -> Any:
 
 def compile_attention(views: KvLayout, layer: Any) -> None:
     """Runs our kernels in all variants: few rows and many, the context in one part and in several; and the mass."""
-    from semblend.materialize.kv.attention_kernels import add_question_mass
+    from semblend.materialize.kv.attention_kernels import measure_question_mass
 
     nothing = torch.zeros(4096, dtype=torch.int64, device=views.device)
     q = torch.zeros(len(nothing), layer.num_heads, layer.head_size, dtype=views.dtype, device=views.device)
     for count in (2, len(nothing)):
         for parts in (1, 2):
             _kernel()(q[:count], nothing[:count], nothing, views.k[0], views.v[0], layer.impl.scale, parts=parts)
-    add_question_mass(torch.zeros(len(nothing), device=views.device), q[:2], nothing, views.k[0])
+    measure_question_mass(q[:2].expand(views.layers, -1, -1, -1).contiguous(), nothing, views)
 
 
 @dataclass(frozen=True, slots=True)

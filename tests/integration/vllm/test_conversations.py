@@ -1,0 +1,392 @@
+"""The next turn of a conversation that was answered from reused KV goes on from that KV, and nobody else does."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from semblend.integration.vllm.orders import Report
+from semblend.integration.vllm.scheduler.admin import DonorAdmin
+from semblend.integration.vllm.scheduler.prefix_locks import restore, salt
+from semblend.integration.vllm.scheduler.shared_blocks import SharedBlocks
+from semblend.plan.reuse_plan import DeclineReason
+from tests.integration.vllm.test_scheduler_connector import (
+    BLOCK,
+    DOCUMENT,
+    CountingPool,
+    FakeRequest,
+    World,
+    find_blocks,
+    target,
+    watched_pool,
+)
+
+FIRST = [*range(2000, 2017), *DOCUMENT, *range(3000, 3010)]  # 227 tokens: 14 blocks and 3
+ANSWER = [*range(5000, 5040)]
+NEXT = [*FIRST, *ANSWER, *range(4000, 4030)]
+
+
+@pytest.fixture
+def world():
+    world = World()
+    world.donor()
+    return world
+
+
+def serve(world, name="one", tokens=FIRST, said=40, **rest):
+    """A request that is loaded, and answered."""
+    risk = rest.pop("risk", None)
+    request = FakeRequest(name, tokens, **rest)
+    claimed, orders = world.admit(request)
+    assert claimed
+    world.served(orders, risk=risk)
+    request.say(said)
+    return request
+
+
+def go_on(world, name, earlier, tokens=NEXT, local=BLOCK, **rest):
+    """A request that finds the blocks of an earlier one; returns it and its receipt's parts."""
+    request = rest.pop("request", None) or FakeRequest(name, tokens, **rest)
+    assert world.half.count_matched(request, local) is None, "its hashes are salted now, and vLLM looks again"
+    found = min(find_blocks(earlier, request), (len(tokens) - 1) // BLOCK * BLOCK)
+    assert world.half.count_matched(request, found) == 0
+    world.allocate(request, len(tokens))
+    orders = world.step(new=[(request, found, len(tokens) - found)])
+    assert (orders.loads, orders.captures) == ([], [])
+    world.told(orders)
+    return request, found
+
+
+def test_the_next_turn_goes_on_from_prompt_and_answer_and_computes_only_what_is_new(world):
+    one = serve(world)
+    _, found = go_on(world, "two", one)
+    assert found == (len(FIRST) + len(ANSWER)) // BLOCK * BLOCK
+    receipt = world.half.finish("two")
+    assert (receipt.outcome, receipt.exact_tokens, receipt.reused_tokens) == ("backend_materialized_reuse", BLOCK, 200)
+    assert receipt.detail == f"goes on from {found} tokens of an earlier prompt, whose risk this is"
+    assert "earlier prompt" in receipt.to_caller_dict()["detail"]
+    assert not world.errors()
+    world.half.finish("one")
+    assert world.half._records == {}
+    assert world.half.semblend._claims == {}
+
+
+def test_the_third_turn_goes_on_from_the_second(world):
+    two, _ = go_on(world, "two", serve(world))
+    two.say(40)
+    third = [*NEXT, *two.said, *range(6000, 6010)]
+    _, found = go_on(world, "three", two, third)
+    assert found == (len(NEXT) + 40) // BLOCK * BLOCK
+
+
+def test_an_answer_that_was_not_the_engines_own_is_computed(world):
+    one = serve(world)
+    other = [*FIRST, *range(8000, 8040), *range(4000, 4030)]
+    _, found = go_on(world, "two", one, other)
+    assert found == len(FIRST) // BLOCK * BLOCK
+
+
+def test_of_several_prompts_that_it_begins_with_the_longest_counts(world):
+    longer = serve(world, "longer", NEXT, said=0)
+    shorter = serve(world, "shorter", FIRST)
+    assert len(world.half.shares) == 2
+    follower, _ = go_on(world, "follower", longer, [*NEXT, *range(7000, 7030)])
+    assert find_blocks(longer, follower) == len(NEXT) // BLOCK * BLOCK
+    assert find_blocks(shorter, follower) == BLOCK
+
+
+@pytest.mark.parametrize(
+    "differs",
+    [
+        {"salt": "tenant"},
+        {"kv_transfer_params": {"semblend": {"quality": "balanced"}}},
+        {"kv_transfer_params": {"semblend": {"quality": 0.5}}},
+        {"kv_transfer_params": {"semblend": {"quality": "exact"}}},
+        {"kv_transfer_params": {"semblend": {"opt_out": True}}},
+        {"lora_request": SimpleNamespace(lora_name="a", lora_int_id=1, lora_path="p")},
+    ],
+)
+def test_another_tenant_mode_or_adapter_does_not_go_on(world, differs):
+    world.donor("theirs", salt="tenant")
+    one = serve(world)
+    request = FakeRequest("two", NEXT, **differs)  # the stand-in's hashes know none of these
+    assert world.half.count_matched(request, 0) is not None
+    world.admit(request)
+    assert not set(one.block_hashes[1:]) & set(request.block_hashes[1:])
+
+
+@pytest.mark.parametrize("changed", [0, 100, len(FIRST) - 20, len(FIRST) - 1])
+def test_a_prompt_that_differs_in_any_token_of_the_earlier_one_does_not_go_on(world, changed):
+    serve(world)
+    other = [*NEXT]
+    other[changed] += 10_000
+    assert world.half.count_matched(FakeRequest("two", other), 0) is not None
+
+
+@pytest.mark.parametrize("length", [len(FIRST) - 1, len(FIRST) // BLOCK * BLOCK, len(FIRST) // BLOCK * BLOCK + 1])
+def test_a_prompt_that_ends_before_the_earlier_one_does_not_go_on(world, length):
+    serve(world)
+    assert world.half.count_matched(FakeRequest("two", FIRST[:length]), 0) is not None
+
+
+def test_a_turn_whose_blocks_were_evicted_is_planned_anew(world):
+    serve(world)
+    request = FakeRequest("two", NEXT)
+    before = list(request.block_hashes)
+    assert world.half.count_matched(request, BLOCK) is None
+    assert world.half.count_matched(request, 6 * BLOCK) > 0, "less than half of the document is there"
+    assert request.block_hashes == before
+    assert len(world.half.shares) == 0
+
+
+def test_a_turn_goes_on_where_only_a_few_blocks_were_evicted(world):
+    serve(world)
+    request = FakeRequest("two", NEXT)
+    assert world.half.count_matched(request, BLOCK) is None
+    assert world.half.count_matched(request, 10 * BLOCK) == 0
+    world.allocate(request, len(NEXT))
+    world.told(world.step(new=[(request, 10 * BLOCK, len(NEXT) - 10 * BLOCK)]))
+    receipt = world.half.finish("two")
+    assert receipt.reused_tokens == receipt.span_tokens == 10 * BLOCK - 17
+
+
+def forget_by_operator(world):
+    world.half.donors.admin = DonorAdmin(world.half.semblend, world.half.donors.act, patience_s=0)
+    world.half.donors.admin.answer({"action": "forget", "donor_id": "donor"})
+
+
+def find_donor_wrong(world):
+    world.served(world.admit(target("other"))[1], reused_tokens=0, reason=DeclineReason.VALIDATION_FAILED)
+
+
+def change_weights(world):
+    world.half.note_report(Report(weights="aa"))
+    world.half.note_report(Report(weights="bb"))
+
+
+def empty_prefix_cache(world):
+    world.half.donors.resets._pool.cached_block_hash_to_block = {}
+
+
+@pytest.mark.parametrize("end", [forget_by_operator, find_donor_wrong, change_weights, empty_prefix_cache])
+@pytest.mark.parametrize("looks", ["before", "after"])
+def test_nobody_goes_on_from_what_is_void(world, end, looks):
+    watched_pool(world)
+    one = serve(world)
+    request = FakeRequest("two", NEXT)
+    before = list(request.block_hashes)
+    if looks == "before":
+        assert world.half.count_matched(request, BLOCK) is None
+        found = find_blocks(one, request)
+    end(world)
+    assert world.half.count_matched(request, found if looks == "before" else 0) is not None
+    assert request.block_hashes == before
+    assert len(world.half.shares) == 0
+    world.donor("new")
+    serve(world, "stranger", [*FIRST[:-1], 77])
+    assert world.half.count_matched(FakeRequest("later", NEXT), 0) is not None, "nor once others share again"
+
+
+def test_a_turn_whose_prompt_is_exact_by_now_takes_that(world):
+    serve(world)
+    request = FakeRequest("two", NEXT)
+    before = list(request.block_hashes)
+    claimed = world.half.count_matched(request, 2 * BLOCK)
+    assert claimed is not None
+    assert request.block_hashes == before
+    assert world.half.count_matched(request, 14 * BLOCK) == 0, "a donor holds no more than that"
+
+
+def test_a_donor_that_only_had_no_room_any_more_leaves_its_conversations_going(world):
+    one = serve(world)
+    world.half.semblend.forget("donor", reason="engine")
+    go_on(world, "two", one)
+
+
+def test_a_turn_that_comes_while_the_first_is_loaded_waits_for_it(world):
+    _, orders = world.admit(FakeRequest("one", FIRST))
+    request = FakeRequest("two", NEXT)
+    before = list(request.block_hashes)
+    assert world.half.count_matched(request, 0) is None
+    assert request.block_hashes == before
+    world.served(orders)
+    go_on(world, "three", world.requests["one"])
+
+
+@pytest.mark.parametrize("end", ["refused", "aborted"])
+def test_a_turn_does_not_wait_for_a_load_that_came_to_nothing(world, end):
+    _, orders = world.admit(FakeRequest("one", FIRST))
+    request = FakeRequest("two", NEXT)
+    assert world.half.count_matched(request, 0) is None
+    if end == "refused":
+        world.loaded(orders, reused_tokens=0, reason=DeclineReason.STALE)
+    else:
+        world.half.finish("one")
+    assert world.half.count_matched(request, 0) > 0
+
+
+def test_a_turn_that_is_aborted_while_it_looks_leaves_nothing_behind(world):
+    one = serve(world)
+    world.half.finish("one")
+    assert world.half.count_matched(FakeRequest("two", NEXT), BLOCK) is None
+    world.half.finish("two")
+    assert world.half._records == {}
+    go_on(world, "three", one)
+
+
+def test_a_turn_that_is_preempted_before_it_answers_goes_on_again(world):
+    one = serve(world)
+    request = FakeRequest("two", NEXT)
+    before = list(request.block_hashes)
+    world.half.count_matched(request, BLOCK)
+    found = find_blocks(one, request)
+    world.half.count_matched(request, found)
+    world.allocate(request, found + 16)
+    world.step(new=[(request, found, 16)])
+    world.step(preempted=["two"])
+    assert request.block_hashes == before
+    assert world.half.count_matched(request, BLOCK) is None
+    assert find_blocks(one, request) == found
+
+
+def test_a_turn_whose_owner_was_preempted_still_finds_what_it_had_filled(world):
+    one = serve(world)
+    salted = list(one.block_hashes)
+    world.step(preempted=["one"])
+    go_on(world, "two", SimpleNamespace(block_hashes=salted))
+
+
+def test_the_least_recently_used_prompt_is_forgotten_and_a_turn_is_a_use(world):
+    world.half.shares = SharedBlocks(world.half.locks, BLOCK, most=2)
+    one = serve(world)
+    serve(world, "other", [*FIRST[:-1], 77])
+    go_on(world, "two", one)
+    serve(world, "third", [*FIRST[:-1], 78])
+    assert len(world.half.shares) == 2
+    go_on(world, "again", one)
+    assert world.half.count_matched(FakeRequest("late", [*FIRST[:-1], 77, *ANSWER]), 0) is not None
+
+
+def test_with_sharing_off_every_turn_is_planned_anew():
+    world = World()
+    world.half.settings = dataclasses.replace(world.half.settings, share_equal_prompts=False)
+    world.donor()
+    one = serve(world)
+    request = FakeRequest("two", NEXT)
+    assert world.admit(request)[0] > 0
+    assert not set(one.block_hashes[1:]) & set(request.block_hashes[1:])
+
+
+# -- the risk ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("quality", "risk", "goes"),
+    [
+        ("balanced", 0.009, True),
+        ("balanced", 0.011, False),
+        ("balanced", None, False),
+        ("0.05", 0.024, True),
+        ("0.05", 0.026, False),
+        ("fast", None, True),
+    ],
+)
+def test_a_turn_goes_on_only_where_the_risk_leaves_room_for_another_question(world, quality, risk, goes):
+    asked = {"kv_transfer_params": {"semblend": {"quality": quality}}}
+    one = serve(world, risk=risk, **asked)
+    if goes:
+        go_on(world, "two", one, **asked)
+        assert world.half.finish("two").risk == risk
+    else:
+        assert world.half.count_matched(FakeRequest("two", NEXT, **asked), BLOCK) is not None
+    go_on(world, "equal", one, FIRST, **asked)
+    assert world.half.finish("equal").detail == "", "the gate has judged this very question"
+
+
+def test_a_turn_teaches_nothing_about_how_long_loads_and_prefills_take():
+    world = World(learn_costs=True)
+    world.donor()
+    request = FakeRequest("two", NEXT)
+    assert world.half.count_matched(request, 0) > 0, "it gets no blocks yet"
+    one = serve(world)
+    times = world.half.sessions.times
+    before = len(times._cold), {path: len(fit) for path, fit in times._reuse.items()}
+    go_on(world, "two", one, request=request)
+    assert (len(times._cold), {path: len(fit) for path, fit in times._reuse.items()}) == before
+
+
+# -- hashes -----------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 20), st.integers(0, 400), st.integers(0, 2100))
+def test_whoever_has_the_key_finds_prompt_and_answer_in_a_later_prompt(first, prompt, said):
+    one, exact = (FakeRequest(name, range(prompt)) for name in ("one", "exact"))
+    first = min(first, len(one.block_hashes))
+    before = list(one.block_hashes)
+    salted = salt(one, first, b"key")
+    for part in (said // 3, said - said // 3):
+        one.say(part)
+    later = FakeRequest("later", [*range(prompt), *one.said])
+    exact = list(later.block_hashes)
+    salt(later, first, b"key")
+    assert later.block_hashes == one.block_hashes
+    assert one.block_hashes[:first] == exact[:first]
+    assert not set(one.block_hashes[first:]) & set(exact)
+    restore(one, salted)
+    assert one.block_hashes == exact
+    assert before == exact[: len(before)]
+
+
+def test_other_keys_give_other_hashes():
+    requests = [FakeRequest(name, range(100)) for name in ("one", "two")]
+    for request, key in zip(requests, (b"one", b"two"), strict=True):
+        salt(request, 0, key)
+        request.say(40)
+    assert not set(requests[0].block_hashes) & set(requests[1].block_hashes)
+
+
+def test_of_a_request_that_we_gave_up_no_further_block_enters(world):
+    world.half.locks.block_pool, world.half.locks.cached_counts = CountingPool(), [{}]
+    one = serve(world)
+    salted = list(one.block_hashes)
+    assert "one" not in world.half.locks.cached_counts[0]
+    world.half.give_up("one")
+    assert world.half.locks.cached_counts[0]["one"] > 1000, "nobody would take back what is announced of it"
+    assert one.block_hashes == salted
+
+
+class Pool(CountingPool):
+    """Blocks that vLLM has entered under the hashes that a request has."""
+
+    def __init__(self, request, exact=()):
+        super().__init__()
+        self.request, self.exact = request, exact
+
+    @property
+    def blocks(self):
+        self.looks += 1
+        found = {at: bytes(h) + b"\0\0\0\0" for at, h in enumerate([*self.request.block_hashes])}
+        found |= {at: h + b"\0\0\0\0" for at, h in self.exact}
+        return [SimpleNamespace(block_hash=found.get(at)) for at in range(1000)]
+
+
+def test_a_block_of_an_answer_under_an_exact_hash_is_taken_out_of_the_cache(world):
+    one = serve(world, said=0)
+    record = world.half._records["one"]
+    plain = FakeRequest("plain", FIRST)
+    plain.say(40)
+    one.say(40)
+    record.block_ids = [*range(len(one.block_hashes) + 1)]
+    pool = world.half.locks.block_pool = Pool(one)
+    world.half.locks.keep_private([record])
+    assert (pool.evicted, world.errors()) == (set(), [])
+    record.checked_blocks -= 1
+    at = len(one.block_hashes) - 1
+    pool = world.half.locks.block_pool = Pool(one, [(at, plain.block_hashes[at])])
+    world.half.locks.keep_private([record])
+    assert at in pool.evicted
+    assert [event.fields["where"] for event in world.errors()] == ["withdraw"]

@@ -25,6 +25,7 @@ from semblend.facade import SemBlend
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.prompt import Namespace, Prompt, TokenArray
 from semblend.quality import GATED_MODE, choose_quality, find_path
+from semblend.session.trial import Comparison
 from semblend.span import Span
 from semblend.text.chat import render_chat
 from semblend.text.token_budget import TokenBudget
@@ -100,6 +101,7 @@ class FakeEngine:
         self.hold.set()
         self.running: set[str] = set()
         self.cancelled: list[str] = []
+        self.comparisons: list[Comparison] = []
         self.semblend.warm_up()
         self._tokenizer = StableTokenizer()
         self._pieces: dict[int, str] = {}
@@ -141,6 +143,9 @@ class FakeEngine:
             "donor_bytes": stats.used_bytes,
             "donor_budget_bytes": stats.budget_bytes,
         }
+
+    def compare_reuse(self) -> Sequence[Comparison]:
+        return self.comparisons
 
     def reset(self) -> int:
         self._prefixes.clear()

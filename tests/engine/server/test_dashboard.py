@@ -23,6 +23,7 @@ from semblend.engine.server.config import ServeConfig  # noqa: E402
 from semblend.engine.server.routes import PAGE_FILES, create_app  # noqa: E402
 from semblend.engine.server.tenants import Tenants  # noqa: E402
 from semblend.facade import SemBlend  # noqa: E402
+from semblend.session.trial import Comparison  # noqa: E402
 from semblend.web.site import HEADERS  # noqa: E402
 from tests.fakes.fake_engine import FakeEngine, Pace  # noqa: E402
 
@@ -173,6 +174,40 @@ def test_a_tenant_sees_its_own_figures_and_an_admin_everybodys(serve, tmp_path, 
     assert names in read_text(page, "health")
     assert len(re.findall(r'<details class="request done', page)) == shown
     assert read_text(page, "requests-note").startswith(f"{shown} done")
+
+
+PAYS = Comparison("one donor in order, 4096+ tokens, 1+ spans", 120, 6, 40.0, 80.5, 0.497, 0.41, 0.6)
+COSTS = Comparison("several donors, 128+ tokens, 4+ spans", 31, 5, 22.0, 20.0, 1.1, 0.9, 1.34)
+
+
+@in_a_browser
+def test_first_tokens_with_and_without_reuse_are_shown_by_kind_with_their_interval(serve, tmp_path):
+    url, fake = serve()
+    fake.comparisons += [COSTS, PAYS]
+    shown = read_dom(url, tmp_path).split('id="pays"')[1].split("</section>")[0]
+    words = re.sub(r"<[^>]+>", " ", shown)
+    assert "0.50 (0.41 to 0.60)" in words
+    assert re.search(r"40 ms with \(120\) · 81 ms without \(6\)", words)
+    assert words.index(PAYS.kind) < words.index(COSTS.kind), "the kind with most requests first"
+
+
+@in_a_browser
+def test_before_enough_was_compared_the_page_says_so(serve, tmp_path):
+    url, _ = serve()
+    shown = read_dom(url, tmp_path).split('id="pays"')[1].split("</section>")[0]
+    assert "Too few requests of a kind" in shown
+
+
+def test_only_an_admin_is_told_how_everybodys_requests_compare(serve):
+    url, fake = serve(tenants=Tenants({"sk-acme": "acme"}, admin_keys=["sk-root"]))
+    fake.comparisons += [COSTS, PAYS]
+    told = {
+        key: httpx.get(f"{url}/api/live", headers={"Authorization": f"Bearer {key}"}).json()["compared"]
+        for key in ("sk-acme", "sk-root")
+    }
+    assert told["sk-acme"] == []
+    assert [one["kind"] for one in told["sk-root"]] == [PAYS.kind, COSTS.kind]
+    assert (told["sk-root"][0]["ratio"], told["sk-root"][0]["without_ms"]) == (0.497, 80.5)
 
 
 def test_the_page_and_its_parts_are_served_with_a_policy_that_lets_nothing_else_in(serve):

@@ -275,3 +275,14 @@ def test_the_figures_for_an_operator_say_which_thresholds_the_gate_goes_by():
     engine.gate = choose_table("tiny")
     assert engine.stats()["quality_gate"].startswith("default thresholds: no table is known of 'tiny'")
     engine.close()
+
+
+def test_the_engine_tells_how_requests_with_and_without_reuse_compare():
+    engine = make()
+    assert list(engine.compare_reuse()) == []
+    for number in range(6):
+        for control, ms in ((False, 40.0 + number), (True, 80.0 + number)):
+            engine.engine.reuse.sessions.trial.note("a kind", ms, 80.0, control=control)
+    (found,) = engine.compare_reuse()
+    assert (found.kind, found.with_count, found.without_count) == ("a kind", 6, 6)
+    assert found.low < found.ratio < found.high < 1

@@ -23,6 +23,7 @@ from semblend.engine.server.serving import merge
 from semblend.errors import SemBlendError
 from semblend.materialize.gate.thresholds import ChosenTable
 from semblend.prompt import Namespace
+from semblend.session.trial import Comparison
 from semblend.text.token_budget import TokenBudget
 from semblend.wire.answer import Chunk
 from semblend.wire.errors import ApiError
@@ -158,6 +159,9 @@ class LocalEngine:
         tiers = {} if donor_kv is None else {f"donor_{tier}_bytes": used for tier, used in donor_kv.used_bytes.items()}
         gate = {} if self.gate is None else {"quality_gate": self.gate.describe()}
         return asdict(self.engine.load) | tiers | gate
+
+    def compare_reuse(self) -> Sequence[Comparison]:
+        return tuple(self.engine.reuse.sessions.trial.compare().values())
 
     def reset(self) -> int:
         """Forget the prefix cache and all donors, in the engine's thread; the calling thread waits until it is done."""

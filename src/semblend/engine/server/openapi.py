@@ -265,8 +265,21 @@ class LiveRequestShape(Shape):
     tenant: str = ""
 
 
+class ComparisonShape(Shape):
+    """First tokens of a kind of prompt with reuse and without; ``ratio`` has an interval of 95 %."""
+
+    kind: str
+    with_count: Count
+    without_count: Count
+    with_ms: float
+    without_ms: float
+    ratio: float
+    low: float
+    high: float
+
+
 class LiveNews(Shape):
-    """What changed since ``after``."""
+    """What changed since ``after``; ``compared`` is shown to an admin only."""
 
     sequence: Count
     requests: list[LiveRequestShape]
@@ -281,6 +294,7 @@ class LiveNews(Shape):
     max_running: Count
     donors: Count
     donor_tokens: Count
+    compared: list[ComparisonShape]
 
 
 class DonorShape(Shape):

@@ -18,6 +18,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from functools import cached_property, partial
 from typing import Any
 
@@ -60,6 +61,7 @@ from semblend.wire.errors import ApiError, as_api_error
 log = logging.getLogger("semblend.server")
 PAGE_FILES = build_dashboard()
 MAX_DONORS_SHOWN = 200
+MAX_KINDS_SHOWN = 12
 STRANGER = "\0"
 """No tenant has this name: names are printable."""
 REFUSAL_S = 0.001
@@ -196,8 +198,14 @@ class Routes:
             "max_running": queue.max_running,
             "donors": donors,
             "donor_tokens": donor_tokens,
+            "compared": self._list_comparisons() if identity.admin else [],  # of everybody's requests
         }
         return JSONResponse(body)
+
+    def _list_comparisons(self) -> list[dict[str, Any]]:
+        """First tokens with reuse and without, the kinds with most requests first."""
+        found = sorted(self.service.engine.compare_reuse(), key=lambda one: -one.with_count)
+        return [asdict(one) for one in found[:MAX_KINDS_SHOWN]]
 
     async def one_request(self, request: Request) -> Response:
         found = self.service.board.find(request.path_params["request_id"], self.service.identify(request))

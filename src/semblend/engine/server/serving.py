@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from semblend.discover.donor import Donor
 from semblend.prompt import Namespace
+from semblend.session.trial import Comparison
 from semblend.text.token_budget import TokenBudget
 from semblend.wire.answer import Chunk
 from semblend.wire.request import Request
@@ -77,6 +78,9 @@ class ServingEngine(Protocol):
 
     def stats(self) -> Mapping[str, Any]:
         """Flat numbers and words for people: blocks in use, running requests, bytes of donor KV."""
+
+    def compare_reuse(self) -> Sequence[Comparison]:
+        """First tokens with reuse and without, by kind of prompt, those of which enough is known."""
 
     def reset(self) -> int:
         """Forget the prefix cache and every donor; returns how many donors went."""

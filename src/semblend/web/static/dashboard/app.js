@@ -73,6 +73,7 @@ async function refresh() {
   showHealth(true, `${news.model}${news.tenant ? ` · tenant ${news.tenant}` : news.admin ? "" : " · no tenant"}`);
   drawTiles(news);
   drawSide(news.totals);
+  drawPays(news.compared);
   if (news.requests.length && !$("hold").checked) drawRequests();
   if (news.requests.length || state.ticks++ % 5 === 0) await drawDonors();
 }
@@ -110,6 +111,15 @@ function drawSide(totals) {
   $("risk").replaceChildren(...bins.map((count, at) => el("i", { vars: { w: count / most, c: at < 4 ? paint("exact") : at < 6 ? paint("reused") : "var(--bad)" }, title: `${at ? RISK_EDGES[at - 1] : 0} to ${RISK_EDGES[at]}: ${count}` })));
   const sorted = totals.risks.toSorted((a, b) => a - b);
   $("risk-note").textContent = sorted.length ? `median ${sorted[Math.floor(sorted.length / 2)].toFixed(4)} · highest ${sorted.at(-1).toFixed(4)} · ${sorted.length} probed` : "Nothing was probed yet.";
+}
+
+/** Each kind of prompt with its interval: it pays where all of that is below 1, costs where all is above, else is not known yet. */
+function drawPays(compared) {
+  const colour = (one) => (one.high < 1 ? paint("exact") : one.low > 1 ? "var(--bad)" : paint("prefill"));
+  const rows = compared.map((one) => el("div", {}, el("span", {}, one.kind), el("b", {}, `${one.ratio.toFixed(2)} (${one.low.toFixed(2)} to ${one.high.toFixed(2)})`), track(one.ratio, colour(one)),
+    el("small", {}, `${ms(one.with_ms)} with (${number(one.with_count)}) · ${ms(one.without_ms)} without (${number(one.without_count)})`)));
+  const none = state.admin ? "Too few requests of a kind were computed without reuse yet." : "Only an admin key shows it.";
+  $("pays").replaceChildren(...(rows.length ? rows : [el("p", { class: "none" }, none)]));
 }
 
 function counts(id, table, colour, none) {

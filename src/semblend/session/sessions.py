@@ -153,6 +153,8 @@ class Sessions:
     def _decide(self, session: ReuseSession) -> ReusePlan | Decline:
         if why := self.explain_no_reuse(session):
             return Decline(DeclineReason.UNSUPPORTED_MODE, why)
+        if why := self._explain_no_lookup(session):
+            return Decline(DeclineReason.BELOW_BREAK_EVEN, why)
         started = time.perf_counter()
         decision = self.semblend.lookup(
             session.prompt,
@@ -164,6 +166,18 @@ class Sessions:
             decision = self.judge(session, decision)
         session.lookup_ms = (time.perf_counter() - started) * 1e3
         return decision
+
+    def _explain_no_lookup(self, session: ReuseSession) -> str | None:
+        """Why no donor could pay: so much of the prompt is exact that a pass over the rest costs less than any reuse.
+
+        Many users of one document are like that. A lookup reads the whole prompt, 2 ms for 8,192 tokens.
+        """
+        tokens, exact = len(session.prompt), session.exact_tokens
+        if not exact or self.opts_out(session):
+            return None
+        least = Work(min(tokens - exact, self.quality.first_seam_tokens), 0)
+        forecast = self.times.expect(session.path, least, NOTHING, Work.of_prefill(tokens, exact))
+        return None if forecast.pays else f"{tokens - exact} tokens to compute: {forecast.describe()}"
 
     def judge(self, session: ReuseSession, plan: ReusePlan) -> ReusePlan | Decline:
         """The plan, or as much of it as saves most; a decline where it would cost more than it saves."""

@@ -1165,8 +1165,50 @@ def test_a_prefill_that_vllm_has_no_blocks_for_makes_nobody_wait(healing):
     assert healing.half.count_matched(user("next"), 0) > 0
 
 
+def test_users_who_come_together_are_not_loaded_one_of_them_is_computed_and_the_others_wait(healing, monkeypatch):
+    users = [user(f"user-{number}") for number in range(12)]
+    for request in users:
+        healing.half.note_arrival(request)
+    assert healing.half.count_matched(users[0], 0) == 0
+    healing.allocate(users[0], 256)
+    healing.step(new=[(users[0], 0, 256)])
+    with monkeypatch.context() as while_they_wait:
+        while_they_wait.setattr(healing.half.semblend, "lookup", None)  # nobody looks anything up
+        assert [healing.half.count_matched(request, 256) for request in users[1:]] == [None] * 11
+    healing.half.finish("user-0")
+    assert healing.half.count_matched(users[1], 256) == 0, "it is the next one to compute it"
+    for request in users[1:]:
+        healing.half.finish(request.request_id)
+    assert not len(healing.half.healing.accounts.waiting)
+    assert not healing.errors()
+
+
+@pytest.mark.parametrize("kind", [{"kv_transfer_params": {"semblend": {"opt_out": True}}}, {"salt": "tenant"}])
+def test_who_would_not_load_this_prefix_does_not_count(healing, kind):
+    for number in range(12):
+        healing.half.note_arrival(user(f"user-{number}", **kind))
+    healing.half.note_arrival(user("first"))
+    assert healing.half.count_matched(user("first"), 0) > 0
+
+
+def test_equal_prompts_that_come_together_are_loaded_once(healing):
+    users = [user("same") for _ in range(12)]
+    for number, request in enumerate(users):
+        request.request_id = f"user-{number}"
+        healing.half.note_arrival(request)
+    claimed = healing.half.count_matched(users[0], 0)
+    assert claimed > 0
+    healing.allocate(users[0], claimed, claimed)
+    assert [healing.half.count_matched(request, 0) for request in users[1:]] == [None] * 11
+
+
+def test_an_arrival_in_an_engine_that_we_refuse_is_not_looked_at():
+    world = World(refusal="for a test")
+    world.half.note_arrival(None)
+
+
 def test_a_failure_of_the_books_is_told_once_and_everybody_is_loaded(healing, monkeypatch):
-    monkeypatch.setattr(healing.half.healing.accounts, "judge", lambda *_: 1 / 0)
+    monkeypatch.setattr(healing.half.healing.accounts, "must_compute", lambda *_: 1 / 0)
     with pytest.raises(AssertionError, match="nobody was computed"):
         load_until_due(healing)
     (error,) = healing.errors()

@@ -193,6 +193,9 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
         if self._settings.reset_drops_donors:
             self._ours.donors.resets = ResetWatch(gpu_block_pool)
 
+    def on_new_request(self, request: Any) -> None:
+        self._safely("arrival", lambda: self._ours.note_arrival(request), None)
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         ours, name = self._ours, request.request_id
         nothing: int | None = 0

@@ -50,7 +50,9 @@ class ConnectorSettings(LocalSettings):
         "conversation go on from them.",
     )
     heal_prefixes: bool = setting(
-        True, "A prefix whose loads have together cost a prefill is computed exactly once, and found by the next ones."
+        True,
+        "A prefix is computed exactly once, and found by the next ones, where its loads and those of requests that "
+        "wait cost as much.",
     )
     thresholds: str = setting("", "File of quality thresholds (`semblend calibrate`); empty = by the model's name.")
     receipts: bool = setting(True, "Put the receipt into kv_transfer_params of the response.")

@@ -2,6 +2,7 @@
 
 It decides and keeps books, and touches no KV. vLLM calls it in this order for a request:
 
+    note_arrival     it waits from now on
     count_matched    how many tokens behind the exact hit shall we provide? It waits for them, and holds up nobody
     note_allocated   it has the blocks for what we claimed, and its load begins; again when it is scheduled
     build_orders     once a step: what the worker's side has to load, capture and drop
@@ -25,7 +26,7 @@ import numpy as np
 from semblend.confirm.receipt import Receipt
 from semblend.facade import SemBlend
 from semblend.integration.vllm.orders import Capture, Load, Orders, Report
-from semblend.integration.vllm.scheduler.healing import PrefixHealing, Verdict
+from semblend.integration.vllm.scheduler.healing import PrefixHealing
 from semblend.integration.vllm.scheduler.prefix_locks import PrefixLocks
 from semblend.integration.vllm.scheduler.records import (
     ENGINE,
@@ -87,6 +88,14 @@ class SchedulerConnector:
 
     # -- a request -------------------------------------------------------------------------------------------------
 
+    def note_arrival(self, request: Any) -> None:
+        """vLLM has a new request, and will ask about it: `healing` counts how many wait for one prefix."""
+        if self.facts.refusal is not None or not self.healing.on or not request.prompt_token_ids:
+            return
+        record = make_record(request, self.facts, self.settings)
+        if self._may_reuse(record):
+            self.healing.note_arrival(record, shares_equal=self._shares_blocks)
+
     def count_matched(self, request: Any, local_tokens: int) -> int | None:
         """Tokens behind the ``local_tokens`` of vLLM's own hit that we claim; 0 for none, None to be asked again."""
         if self.facts.refusal is not None:  # a number is all that an engine which we do not serve keeps of a request
@@ -104,18 +113,17 @@ class SchedulerConnector:
             self._start_over(request.request_id)
         if record.share is not None and self.shares.find_blocks(record, local_tokens):
             return 0
-        if self.shares and self._may_share(record) and self.shares.join(record, local_tokens, self._records):
-            return None
+        if self._may_reuse(record):
+            if self.shares and self._shares_blocks and self.shares.join(record, local_tokens, self._records):
+                return None
+            if self.healing.must_wait(record, local_tokens, self._records):
+                return None
         before = record.decision
         offered = self.sessions.offer(record, local_tokens)
         if record.decision is not before:
             record.cost = None
-        if offered and isinstance(record.decision, ReusePlan):
-            verdict = self.healing.judge(record, record.decision, self._records)
-            if verdict is Verdict.WAIT:
-                return None
-            if verdict is Verdict.PREFILL:
-                self._leave_to_vllm(record)
+        if offered and isinstance(record.decision, ReusePlan) and self.healing.must_compute(record, record.decision):
+            self._leave_to_vllm(record)
         return record.offered_tokens
 
     def leave_to_another(self, request: Any, exact_tokens: int, local_tokens: int = 0) -> None:
@@ -140,6 +148,7 @@ class SchedulerConnector:
             return
         record.block_ids = list(block_ids)
         self._admitted.add(request.request_id)
+        self.healing.note_admitted(request.request_id)
         if claimed_tokens:
             self._begin_load(record, claimed_tokens)
         elif record.share is not None:
@@ -350,8 +359,9 @@ class SchedulerConnector:
             record = self._records.add(request.request_id, make_record(request, self.facts, self.settings))
         return record
 
-    def _may_share(self, record: Record) -> bool:
-        if not self._shares_blocks or not record.is_open or self.sessions.explain_no_reuse(record):
+    def _may_reuse(self, record: Record) -> bool:
+        """Whether a lookup for this request is worth anything: it neither opted out nor is of a kind that we refuse."""
+        if not record.is_open or self.sessions.explain_no_reuse(record):
             return False
         off = self.semblend.decline_beforehand(record.prompt, record.request_id, self.sessions.opts_out(record))
         return off is None
@@ -365,7 +375,7 @@ class SchedulerConnector:
         epoch = record.epoch
         record.withdraw()
         record.epoch = epoch
-        record.decision = Decline(DeclineReason.SHARED_PREFIX, "loads of this prefix have cost as much as it does")
+        record.decision = Decline(DeclineReason.SHARED_PREFIX, "loads of this prefix would cost as much as it does")
 
     # -- loads ----------------------------------------------------------------------------------------------------
 

@@ -672,3 +672,13 @@ def test_of_many_donors_those_asked_about_last_are_remembered():
         attended.recall([Span("a", 0, 0, 40)], 40)
     known = [name for name in "abcd" if attended.recall([Span(name, 0, 0, 40)], 40) is not None]
     assert known == ["a", "d"]
+
+
+def test_what_needs_no_repair_is_answered_after_one_pass_that_samples_deep_layers():
+    dial = DialTable({PassageOrder.IN_ORDER: {0: 0.01, 10: 0.001}}, {10: (0.0, 0.0, 0.0, 0.0, -20.0)})
+    world = World(thresholds=replace(NEVER, dial=dial), mode="0.05", deep_tolerance=1e9)
+    done, _ = world.prepare(*one_document(world, document=400))
+    assert [one.name for one in done.passes] == ["fast"]
+    assert done.decision == "accepted"
+    assert done.risk == 0.01
+    assert done.deep is not None

@@ -146,7 +146,7 @@ class Blender:
             self._open_gate(state, plan, nats)
         with ExitStack() as donors:
             yield from self._load(state, donors)
-            if is_gated:  # behind the gate deep layers are measured in any case, where the question reads them
+            if is_gated:
                 yield from self._repair.begin(state)
             else:
                 yield from self._passes.compute(
@@ -385,9 +385,15 @@ class Repair:
         self._attended = AttendedTokens()
 
     def begin(self, state: BlendState) -> Pieces[None]:
-        """The first pass, over donor KV that was just moved into place: the first step, or a look."""
+        """The first pass, over donor KV that was just moved into place: the first step, or a look.
+
+        A step measures deep layers in any case, where the question reads them.
+        """
         first, steps = state.first_rows(self._settings), self._list_steps(state)
-        known = self._attended.recall(state.spans, len(state.tokens)) if steps and state.gate.sees_at_once else None
+        if not steps:  # nobody will look at what a repair shows: deep layers are sampled, as in mode fast
+            yield from self._passes.compute(state, "fast", first, None, check=True, deep=True)
+            return
+        known = self._attended.recall(state.spans, len(state.tokens)) if state.gate.sees_at_once else None
         if known is not None:
             left = np.setdiff1d(state.reused, first, assume_unique=True)
             count = min(len(left), round(steps[0].percent / 100 * len(state.reused)))

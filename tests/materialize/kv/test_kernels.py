@@ -41,3 +41,28 @@ def test_importing_splice_does_not_import_triton():
     code = "import sys, semblend.materialize.kv.splice; print('triton' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("name", ["_peaks_kernel", "_mass_kernel"])
+def test_the_kernels_of_a_questions_mass_compile_for_a_gpu_that_is_not_there(name, architecture):
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("what is interpreted is not compiled")
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from semblend.materialize.kv import attention_kernels
+
+    kernel = getattr(attention_kernels, name)
+    tile = 128 if architecture == 90 else 64
+    shapes = {
+        "GROUP": 6, "KV_HEADS": 2, "HEAD_DIM": 128, "BLOCK_TOKENS": 16, "TILE": tile, "KEYS": tile, "DIMS": 128,
+        "WIDEN": False, "STEP": 8,
+    }  # fmt: skip
+    kinds = {"q": "*bf16", "k": "*bf16", "context": "*i64", "starts": "*i64", "sums": "*fp32", "found": "*fp32",
+             "scale": "fp32", "share": "fp32"}  # fmt: skip
+    signature = {at: "constexpr" if at in shapes else kinds.get(at, "i32") for at in kernel.arg_names}
+    fixed = {(number,): shapes[at] for number, at in enumerate(kernel.arg_names) if at in shapes}
+    made = triton.compile(ASTSource(kernel, signature, fixed), target=GPUTarget("cuda", architecture, 32))
+    assert made.asm["cubin"]

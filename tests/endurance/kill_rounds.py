@@ -244,6 +244,7 @@ def run_rounds(folder: Path, count: int, *, model: str, seed: int) -> list[Round
     least = 0
     for number, way in enumerate(order, 1):
         done = run_round(folder, number, way, model=model, seed=chance.randrange(1 << 30), least_donors=least)
-        least = done.donors_at_start + done.ends["whole"]  # each answer left its prompt as a donor
+        # Each answer left its prompt as a donor; one that a client had just read when the process died perhaps not.
+        least = done.donors_at_start + max(0, done.ends["whole"] - CLIENTS * (way == "kill -9"))
         rounds.append(done)
     return rounds

@@ -6,10 +6,13 @@ import dataclasses
 import hashlib
 import re
 import zlib
+from itertools import takewhile
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from semblend import Namespace, SemBlend, SemBlendConfig
 from semblend.confirm.sinks import MemorySink
@@ -18,7 +21,7 @@ from semblend.integration.vllm.scheduler.admin import DonorAdmin
 from semblend.integration.vllm.scheduler.prefix_locks import restore, salt
 from semblend.integration.vllm.scheduler.records import EngineFacts
 from semblend.integration.vllm.scheduler.scheduler_connector import SchedulerConnector
-from semblend.integration.vllm.scheduler.worker_donors import ResetWatch
+from semblend.integration.vllm.scheduler.worker_donors import HeldPrefixes, ResetWatch
 from semblend.integration.vllm.settings import ConnectorSettings
 from semblend.plan.reuse_plan import DeclineReason
 from semblend.plan.times import Timed, Work
@@ -1380,3 +1383,72 @@ def test_the_least_that_a_step_orders_names_blocks_that_change_hands_while_they_
     orders = world.half.build_orders_to_load(**({"preempted": {"donor"}} if way == "preempted" else {}))
     assert orders.freed == ["donor"]
     assert world.half.build_orders_to_load().freed == [], "once"
+
+
+PAGES = list(range(1000, 3000))
+
+
+def compute(world, name, tokens, found=0, **rest):
+    """A request of which vLLM's own cache holds ``found`` tokens; whether it becomes a donor."""
+    request = FakeRequest(name, tokens, **rest)
+    _, orders = world.admit(request, found)
+    world.served(orders)
+    world.half.finish(name)
+    return [one.donor_id for one in orders.captures] == [name]
+
+
+def test_many_users_of_one_document_are_one_donor(world):
+    assert compute(world, "first", [*PAGES, *range(40)])
+    assert not any(compute(world, f"user-{n}", [*PAGES, *range(100 * n, 100 * n + 40)], 2000) for n in range(1, 6))
+    assert compute(world, "another tenant", [*PAGES, *range(40)], salt="tenant")
+    assert compute(world, "much that is new", [*PAGES, *range(700, 900)], 2000)
+
+
+def test_a_conversation_becomes_a_donor_again_when_it_has_grown_by_a_sixteenth(world):
+    kept = []
+    for turn in range(12):
+        tokens = [*PAGES, *range(5000, 5000 + 40 * turn)]
+        if compute(world, f"turn-{turn}", tokens, len(tokens) - 40 if turn else 0):
+            kept.append(turn)
+    assert kept == [0, 3, 7, 10]
+
+
+@pytest.mark.parametrize("end", ["forgotten", "lost", "not captured", "reset"])
+def test_when_its_donor_is_gone_the_next_user_of_a_document_becomes_one(world, end):
+    if end == "not captured":
+        request = FakeRequest("first", [*PAGES, *range(40)])
+        _, orders = world.admit(request)
+        (order,) = orders.captures
+        world.half.note_report(Report(served=["first"], not_captured={(order.donor_id, order.generation)}))
+    else:
+        assert compute(world, "first", [*PAGES, *range(40)])
+        generation = world.half.donors.find_generation("first")
+        if end == "forgotten":
+            world.half.semblend.forget("first")
+        elif end == "lost":
+            world.half.note_report(Report(evicted={("first", generation)}))
+        else:
+            world.half.reset()
+    assert compute(world, "next", [*PAGES, *range(300, 340)], 2000)
+    assert not compute(world, "the one after", [*PAGES, *range(400, 440)], 2000)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 20), st.booleans()), max_size=20))
+def test_how_much_of_a_prompt_donors_hold_is_what_comparing_all_of_them_says(history):
+    """Prompts are beginnings of four texts that part after eight blocks; blocks have 16 tokens, marks 64."""
+    texts = [[f"{0 if at < 8 else text}/{at}".encode() for at in range(20)] for text in range(4)]
+    prefixes, held = HeldPrefixes(16), {}
+    for number, (text, blocks, stays) in enumerate(history):
+        prefixes.add(("d", number), "space", texts[text][:blocks])
+        held[number] = texts[text][:blocks]
+        if not stays:
+            prefixes.remove(("d", number))
+            del held[number]
+    for text in texts:
+        shared = (sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text, one, strict=False)))
+                  for one in held.values())  # fmt: skip
+        assert prefixes.count_tokens("space", text) == max((count // 4 * 64 for count in shared), default=0)
+        assert prefixes.count_tokens("another", text) == 0
+    for number in list(held):
+        prefixes.remove(("d", number))
+    assert not len(prefixes)

@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from semblend.session.session import SessionRequest
 BLOCK = 16
 DOCUMENT = list(range(100, 180))
 MODEL = Namespace(model="m")
+FACTS = SimpleNamespace(block_tokens=BLOCK, hash_block_tokens=BLOCK)
 
 
 class MachineEngine:
@@ -37,7 +39,7 @@ class MachineEngine:
         self.model = NaiveEngine.make(slots=64 * BLOCK, vocabulary=1000)
         layout = self.model.layout
         self.semblend = SemBlend(SemBlendConfig(embedder="none", max_bytes=1 << 24))
-        self.books = WorkerDonors(self.semblend, lambda *told: self.failures.append(told))
+        self.books = WorkerDonors(self.semblend, lambda *told: self.failures.append(told), FACTS)
         token_bytes = 2 * layout.layers * layout.kv_heads * layout.head_dim * 4
         self.books.shared = SharedDonors(str(path), budget, namespace, token_bytes=token_bytes, every_s=0.0)
         signature = KvSignature(
@@ -58,9 +60,11 @@ class MachineEngine:
         """A request that is computed cold and becomes a donor."""
         at, blocks = torch.arange(len(tokens)), tuple(range(-(-len(tokens) // BLOCK)))
         self.model.forward(Rows.of(tokens, at, slots_of_blocks(blocks, BLOCK, len(tokens))))
-        record = Record(SessionRequest(name, self.prompt(tokens, salt)), "fast")
+        record = Record(
+            SessionRequest(name, self.prompt(tokens, salt), source=SimpleNamespace(block_hashes=[])), "fast"
+        )
         record.block_ids = list(blocks)
-        self.step(Orders(captures=[self.books.order(record, len(tokens), BLOCK)]))
+        self.step(Orders(captures=[self.books.order(record, len(tokens))]))
         self.step(Orders())  # the one that begins with the copy
         self.step(Orders(publications=self.books.take_publications(), drops=self.books.take_drops()))
         self.worker._publisher.flush()
@@ -309,9 +313,9 @@ def test_an_engine_that_ends_with_its_last_answer_publishes_that_prompt(machine)
     one = machine()
     one.books.follow(MODEL)
     one.model.forward(Rows.of(TOLD, torch.arange(len(TOLD)), slots_of_blocks(range(6), BLOCK, len(TOLD))))
-    record = Record(SessionRequest("req", one.prompt(TOLD)), "fast")
+    record = Record(SessionRequest("req", one.prompt(TOLD), source=SimpleNamespace(block_hashes=[])), "fast")
     record.block_ids = list(range(6))
-    one.step(Orders(captures=[one.books.order(record, len(TOLD), BLOCK)]))
+    one.step(Orders(captures=[one.books.order(record, len(TOLD))]))
     one.worker.close()
     assert machine().ask(ASKED)[0].reused_tokens > 0
 
@@ -342,5 +346,5 @@ def test_a_restored_store_without_kv_plans_nothing(tmp_path):
         before.register(Prompt(TOLD, namespace=MODEL), "req")
     for discovery_only, left in ((True, 1), (False, 0)):  # whoever only looks may look at what was
         with SemBlend(replace(config, discovery_only=discovery_only)) as after:
-            WorkerDonors(after, lambda *_: None)
+            WorkerDonors(after, lambda *_: None, FACTS)
             assert len(after.donors()) == left

@@ -66,7 +66,7 @@ class SchedulerConnector:
     ) -> None:
         self.facts, self.settings, self.semblend = facts, settings, semblend
         self.locks = PrefixLocks(facts, self.report_failure)
-        self.donors = WorkerDonors(semblend, self.report_failure)
+        self.donors = WorkerDonors(semblend, self.report_failure, facts)
         self.shares = SharedBlocks(self.locks, facts.block_tokens)
         seam_tokens = settings.config.seam_tokens
         self.sessions = Sessions(
@@ -235,8 +235,9 @@ class SchedulerConnector:
             if record is not None and not record.has_answered and end >= len(record.prompt):
                 served.append(request_id)
                 tokens = self.sessions.answer(record)
-                if tokens and record.block_ids is not None:
-                    captures.append(self.donors.order(record, tokens, self.facts.block_tokens))
+                order = self.donors.order(record, tokens) if tokens and record.block_ids else None
+                if order is not None:
+                    captures.append(order)
                     record.keep(tokens)
         self.locks.keep_private(self._records.open.values())
         self._records.settle()

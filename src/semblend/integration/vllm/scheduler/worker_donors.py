@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Set
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any, TypeVar
 
 from semblend.discover.donor import Eviction
@@ -11,13 +12,56 @@ from semblend.errors import SemBlendError
 from semblend.facade import SemBlend
 from semblend.integration.vllm.orders import Capture, Report
 from semblend.integration.vllm.scheduler.admin import DonorAdmin
-from semblend.integration.vllm.scheduler.records import Record
+from semblend.integration.vllm.scheduler.records import EngineFacts, Record
 from semblend.materialize.donors.directory import GENERATION, Publication, SharedDonors
 from semblend.plan.reuse_plan import ReusePlan
 from semblend.prompt import Namespace, Prompt
 
 ReportFailure = Callable[[str, str, str], None]
 Answer = TypeVar("Answer")
+
+NEW_PART = 16
+"""A prompt becomes a donor where at least one in so many tokens is no donor's yet: a hundred users of one document are
+one donor, and a conversation becomes one again when it has grown by so much."""
+MARK_TOKENS = 64
+
+
+class HeldPrefixes:
+    """How much of a prompt's beginning some donor holds, by the exact hashes of its blocks, in steps of 64 tokens.
+
+    A hash stands for all tokens up to its block.
+    """
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens, self._step = block_tokens, max(1, MARK_TOKENS // block_tokens)
+        self._marks: dict[tuple[str, int], list[tuple[str, bytes]]] = {}
+        self._counts: Counter[tuple[str, bytes]] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def add(self, donor: tuple[str, int], namespace: str, hashes: Sequence[bytes]) -> None:
+        """A donor whose full blocks have these hashes has come, or is on its way."""
+        self.remove(donor)
+        self._marks[donor] = [(namespace, bytes(one)) for one in hashes[self._step - 1 :: self._step]]
+        self._counts.update(self._marks[donor])
+
+    def remove(self, donor: tuple[str, int]) -> None:
+        for mark in self._marks.pop(donor, ()):
+            self._counts[mark] -= 1
+            if not self._counts[mark]:
+                del self._counts[mark]
+
+    def count_tokens(self, namespace: str, hashes: Sequence[bytes]) -> int:
+        """Tokens at the beginning of a prompt with these hashes that one donor holds."""
+        for blocks in range(len(hashes) // self._step * self._step, 0, -self._step):
+            if (namespace, bytes(hashes[blocks - 1])) in self._counts:
+                return blocks * self._block_tokens
+        return 0
+
+    def clear(self) -> None:
+        self._marks.clear()
+        self._counts.clear()
 
 
 class WorkerDonors:
@@ -27,13 +71,15 @@ class WorkerDonors:
     donor directory (``shared``) are found under their keys while they are there.
     """
 
-    def __init__(self, semblend: SemBlend, report_failure: ReportFailure) -> None:
+    def __init__(self, semblend: SemBlend, report_failure: ReportFailure, facts: EngineFacts) -> None:
         self._semblend, self._report_failure = semblend, report_failure
+        self._block_tokens, self._hash_tokens = facts.block_tokens, facts.hash_block_tokens
         self.epoch = 0  # moves when donors come or go: a decline from before may be wrong by now
         self._generations = 0
         self._on_the_way: dict[tuple[str, int], Prompt] = {}  # ordered, not reported yet
         self._copied_from: dict[tuple[str, int], tuple[int, ...]] = {}  # the blocks of those
         self._held: dict[str, int] = {}  # donor -> the workers' generation of it
+        self._prefixes = HeldPrefixes(facts.hash_block_tokens)
         self._drops: list[tuple[str, int]] = []
         self._forgotten: list[str] = []  # donors that somebody wanted gone
         self._pinned: set[str] = set()
@@ -58,14 +104,18 @@ class WorkerDonors:
         """The workers' generation of a donor; -1, which no worker has, where they do not hold it."""
         return self._held.get(donor_id, -1)
 
-    def order(self, record: Record, tokens: int, block_tokens: int) -> Capture:
-        """Order the capture of the first ``tokens`` of a request's prompt."""
+    def order(self, record: Record, tokens: int) -> Capture | None:
+        """Order the capture of the first ``tokens`` of a request's prompt; None where a donor holds nearly all."""
         assert record.block_ids is not None, "it was computed in these blocks"
         prompt, donor_id = record.prompt, record.request_id
+        namespace, hashes = prompt.namespace.digest, record.source.block_hashes[: tokens // self._hash_tokens]
+        if (tokens - self._prefixes.count_tokens(namespace, hashes)) * NEW_PART < tokens:
+            return None
         self._generations += 1
+        self._prefixes.add((donor_id, self._generations), namespace, hashes)
         kept = prompt if tokens == len(prompt) else Prompt(prompt.token_ids[:tokens], namespace=prompt.namespace)
         self._on_the_way[donor_id, self._generations] = kept
-        blocks = tuple(record.block_ids[: -(-tokens // block_tokens)])
+        blocks = tuple(record.block_ids[: -(-tokens // self._block_tokens)])
         self._copied_from[donor_id, self._generations] = blocks
         publication = self._publish_at_once(donor_id, self._generations, kept)
         return Capture(donor_id, self._generations, tokens, blocks, publication, prompt.namespace.tenant)
@@ -126,12 +176,12 @@ class WorkerDonors:
         prompt = self._on_the_way.pop((donor_id, generation), None)
         self._copied_from.pop((donor_id, generation), None)
         if prompt is None:  # reset meanwhile, or made of wrong KV
-            self._drops.append((donor_id, generation))
+            self._drop(donor_id, generation)
             return
         try:
             self._semblend.register(prompt, donor_id)
         except SemBlendError as error:
-            self._drops.append((donor_id, generation))
+            self._drop(donor_id, generation)
             self._report_failure("capture", str(error), donor_id)
             return
         self._held[donor_id] = generation
@@ -153,7 +203,7 @@ class WorkerDonors:
         self._copied_from.pop((donor_id, generation), None)
         if self.shared is not None:
             self.shared.take_back(donor_id)
-        self._drops.append((donor_id, generation))  # another rank may have it
+        self._drop(donor_id, generation)  # another rank may have it
 
     def drop_copies_of(self, block_ids: Set[int]) -> None:
         """Donors on their way that are copied from one of these blocks never arrive."""
@@ -191,6 +241,7 @@ class WorkerDonors:
         self._on_the_way = {key: name(prompt) for key, prompt in self._on_the_way.items()}
 
     def forget_all(self) -> None:
+        self._prefixes.clear()
         self._on_the_way.clear()
         self._copied_from.clear()
         self._publications.clear()
@@ -230,7 +281,12 @@ class WorkerDonors:
             self.shared.note_eviction(eviction.donor.donor_id, eviction.reason)
         self.epoch += 1
         if generation is not None:
-            self._drops.append((eviction.donor.donor_id, generation))
+            self._drop(eviction.donor.donor_id, generation)
+
+    def _drop(self, donor_id: str, generation: int) -> None:
+        """The workers shall let it go."""
+        self._prefixes.remove((donor_id, generation))
+        self._drops.append((donor_id, generation))
 
     def _guard(self, ask: Callable[[SharedDonors], Answer]) -> Answer | None:
         """The border to the donor directory: where it cannot be read or written, the engine goes on without it."""

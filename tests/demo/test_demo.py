@@ -141,7 +141,8 @@ from semblend.materialize.gate.thresholds import (  # noqa: E402
     borrow_dial,
 )
 
-CONFIG = SemBlendConfig(embedder="none", metrics=False)
+CONFIG = SemBlendConfig(embedder="none", metrics=False, learn_costs=False)
+"""A model of this size is prefilled in four milliseconds, so that reuse need not pay: it is begun all the same."""
 
 
 def tiny() -> DecoderModel:

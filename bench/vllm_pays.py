@@ -199,6 +199,27 @@ def tabulate_predictions(rows: list[dict[str, Any]]) -> list[list[Any]]:
     return lines
 
 
+def tabulate_regret(rows: list[dict[str, Any]]) -> list[list[Any]]:
+    """What it cost that a choice was not the better one, in prefills: ours began a reuse or not, `forced` always does.
+
+    Against an oracle by prompt, whose choice knows the noise of both measurements too (so this is too much), and
+    against one that knows both means of a length.
+    """
+    lines = []
+    for length in [*dict.fromkeys(row["length"] for row in rows), None]:
+        mine = [row["arms"] for row in rows if length in (row["length"], None) and "forced:balanced" in row["arms"]]
+        if not mine:
+            continue
+        pairs = np.array([(one["stock:cold"]["ttft_ms"], one["forced:balanced"]["ttft_ms"]) for one in mine])
+        begun = [int(bool(one["ours:balanced"].get("reused_tokens"))) for one in mine]
+        chosen, cold = pairs[np.arange(len(pairs)), begun].mean(), pairs[:, 0].mean()
+        regrets = [(chosen - best) / cold for best in (pairs.min(1).mean(), pairs.mean(0).min())]
+        lines.append(
+            ["all" if length is None else length, len(mine), statistics.fmean(begun), *pairs.mean(0), *regrets]
+        )
+    return lines
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_engine_arguments(parser, "vllm_pays")
@@ -225,6 +246,11 @@ def main() -> int:
         "What was expected against what it took (shares)",
         ["tokens", "arm", "of", "n", "median error", "median bias", "mean error"],
         tabulate_predictions(rows),
+    )
+    report.table(
+        "What choosing wrongly cost (shares of a prefill)",
+        ["tokens", "n", "begun", "cold mean ms", "forced mean ms", "regret by prompt", "regret by length"],
+        tabulate_regret(rows),
     )
     write_report(
         report, args,

@@ -24,13 +24,15 @@ LINE = {
 
 @dataclass(slots=True)
 class Answer:
-    """A streamed answer: its tokens' texts and log probabilities, and when the first one came."""
+    """A streamed answer: its tokens' texts and log probabilities, when the first one came, and how long after each the
+    next did."""
 
     request_id: str
     text: str = ""
     ttft_ms: float | None = None
     logprobs: list[float] = field(default_factory=list)
     cached_tokens: int | None = None
+    gaps_ms: list[float] = field(default_factory=list)
 
 
 class VllmServer(ServerProcess):
@@ -77,8 +79,11 @@ class VllmServer(ServerProcess):
     @staticmethod
     def _read_chunk(chunk: dict[str, Any], answer: Answer, begun: float) -> None:
         for choice in chunk.get("choices", ()):
+            came = (time.perf_counter() - begun) * 1e3
             if answer.ttft_ms is None:
-                answer.ttft_ms = (time.perf_counter() - begun) * 1e3
+                answer.ttft_ms = came
+            else:
+                answer.gaps_ms.append(came - answer.ttft_ms - sum(answer.gaps_ms))
             answer.text += choice.get("text") or ""
             answer.logprobs += [
                 one for one in (choice.get("logprobs") or {}).get("token_logprobs", ()) if one is not None

@@ -308,7 +308,7 @@ class SymbolicEngine(Engine):
         one.row, one.shared = row, hit
         self.running.append(one)
         self.compute(tokens, row, hit + (0 if tail is None else len(tail)))
-        end = self.sessions.find_exact_end(name)
+        end = self.sessions.find_exact_until(name)
         self.expect_exact("the exact part of a row", tokens, self.read(row[: len(tokens) if end is None else end]))
         if one.request.answered:
             self.sessions.note_prompt(name, row)
@@ -345,7 +345,7 @@ class SymbolicEngine(Engine):
         """What is exact of its prompt goes to the cache."""
         name, assertion = one.request.request_id, one.row
         assert assertion is not None
-        end = self.sessions.find_exact_end(name)
+        end = self.sessions.find_exact_until(name)
         tokens = one.tokens[: len(one.tokens) - 1 if end is None else min(end, len(one.tokens) - 1)]
         key = (one.request.prompt.namespace.salt, tokens)
         if one.shared == 0 and len(tokens) >= 8 and key not in self.cache:

@@ -129,7 +129,7 @@ def keep_donors_of_old_weights(patch):
 
 
 def publish_all(patch):
-    patch.setattr(LocalSessions, "find_exact_end", lambda self, request_id: None)
+    patch.setattr(LocalSessions, "find_exact_until", lambda self, request_id: None)
 
 
 def cross_namespaces(patch):

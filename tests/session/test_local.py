@@ -42,7 +42,7 @@ def test_a_document_at_another_place_is_provided_in_whole_pages_up_to_the_last_t
     (_, receipt) = world.receipts()
     assert receipt.reused_tokens > 60
     first = receipt.spans[0].target_start
-    assert first < world.sessions.find_exact_end("r") <= first + 32
+    assert first < world.sessions.find_exact_until("r") <= first + 32
 
 
 def test_while_others_run_a_load_goes_on_step_by_step(world):
@@ -153,7 +153,7 @@ def test_what_somebody_proposes_is_adopted_once(world):
 def test_a_private_request_publishes_its_exact_hit_and_nothing_else(world):
     world.sessions.offer(world.request("r", TARGET), 0)
     world.sessions.keep_private("r")
-    assert world.sessions.find_exact_end("r") == 0
+    assert world.sessions.find_exact_until("r") == 0
 
 
 @pytest.mark.parametrize("end", ["abort", "asked again"])

@@ -212,8 +212,8 @@ class Scheduler:
         """The row of a request that is exact from its first token on goes to the cache."""
         record = self.sessions.find(one.name)
         tokens = record.request.prompt.token_ids.tolist()
-        exact_end = self.sessions.find_exact_end(one.name)
-        if one.entry is None and exact_end is None:
+        exact_until = self.sessions.find_exact_until(one.name)
+        if one.entry is None and exact_until is None:
             kept = len(tokens) // self.page * self.page
             self.tree.append(Entry(tokens[:kept], one.row[:kept]))
             one.shared = kept

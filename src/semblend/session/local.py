@@ -9,7 +9,7 @@
 A load that waits for its next step holds slots, but no more firmly than a cache does: `count_waiting_slots` says how
 many the engine may count as free, and `stop_loads` gives them back when it needs them. The load then begins again.
 
-Nothing approximate may enter the exact tree: `find_exact_end` says how much of a request is as a cold prefill has it.
+Nothing approximate may enter the exact tree: `find_exact_until` says how much of a request is as a cold prefill has it.
 """
 
 from __future__ import annotations
@@ -308,10 +308,10 @@ class LocalSessions:
         load.is_handed_over = True
         return load.slots
 
-    def find_exact_end(self, request_id: str) -> int | None:
+    def find_exact_until(self, request_id: str) -> int | None:
         """Up to where the KV of a request is exact; None where all of it is."""
         session = self.find(request_id)
-        return None if session is None else session.exact_end
+        return None if session is None else session.exact_until
 
     def note_prompt(self, request_id: str, slots: Tensor | None, answered: Sequence[int] = ()) -> Receipt | None:
         """The prompt is complete and lies in ``slots``: its exact part becomes a donor. Its receipt, the first time.

@@ -211,7 +211,7 @@ class ReuseSession:
         return max(0, self.claim_end - self.exact_tokens)
 
     @property
-    def exact_end(self) -> int | None:
+    def exact_until(self) -> int | None:
         """Up to where its KV may be published; None for all of it."""
         return self.exact_tokens if self.private else self.approximate_from
 

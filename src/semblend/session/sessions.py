@@ -343,8 +343,8 @@ class Sessions:
         wanted = self.traits.keeps_donors and self.config.enabled and not request.opt_out
         if not wanted or request.unsupported or request.answered:
             return 0
-        exact = whole if session.exact_end is None else min(session.exact_end, len(session.prompt))
-        if session.exact_end is not None and session.plan is not None:
+        exact = whole if session.exact_until is None else min(session.exact_until, len(session.prompt))
+        if session.exact_until is not None and session.plan is not None:
             exact = min(exact, session.plan.spans[0].target_start)  # the computed head of a span is in its donor
         return (
             exact if exact - max(session.exact_tokens, session.kept_tokens) >= self.traits.donor_min_new_tokens else 0

@@ -58,8 +58,8 @@ def test_a_document_is_moved_after_host_pages_were_loaded_and_pages_are_loaded_a
     reused = ask_one(world, moved, quality="fast")
     assert world.receipt(reused).reused_tokens > 100, "a load of ours"
     assert reused.tokens == cold.tokens
-    exact_end = world.receipt(reused).spans[0].target_start
-    assert world.exact_hit(moved) <= exact_end + 32, "moved KV is not in the tree"
+    exact_until = world.receipt(reused).spans[0].target_start
+    assert world.exact_hit(moved) <= exact_until + 32, "moved KV is not in the tree"
     demote(world)
     assert ask_one(world, first).cached > 100, "and one of HiCache again"
     world.flush()

@@ -15,7 +15,7 @@ FAULTS = [
         "sessions.offer",
         "sessions.load",
         "sessions.work",
-        "sessions.find_exact_end",
+        "sessions.find_exact_until",
         "sessions.note_prompt",
     ),
     *(

@@ -207,7 +207,7 @@ class SemBlendRadixCache(UnifiedRadixCache):
         sessions.load(req.rid, lambda: self._path_slots(req))
         loaded = sessions.work(req.rid, busy=self._is_busy())
         if loaded:  # the request itself keeps it: what stands under its id may go before its row does
-            req.semblend_exact_end = sessions.find_exact_end(req.rid)
+            req.semblend_exact_until = sessions.find_exact_until(req.rid)
         return None if loaded is None else (loaded, req.last_node)
 
     def load_back_is_cache_owned(self) -> bool:
@@ -238,13 +238,13 @@ class SemBlendRadixCache(UnifiedRadixCache):
     def checkpoint(self, req: Any, *, up_to: int, **more: Any) -> None:
         """Publish what is exact, and nothing behind it; nothing new where nobody can say what is exact."""
         self._guard("prompt", req.rid, lambda sessions: self._note_prompt(sessions, req, up_to), None)
-        exact_end = getattr(req, "semblend_exact_end", None)
+        exact_until = getattr(req, "semblend_exact_until", None)
         if self._sessions is not None:
             held: int | None = int(req.kv.cache_protected_len)  # what the tree has of it already
-            exact_end = self._guard("publish", req.rid, lambda sessions: self._find_exact_end(sessions, req), held)
-        published = up_to if exact_end is None else min(up_to, exact_end)
+            exact_until = self._guard("publish", req.rid, lambda sessions: self._find_exact_until(sessions, req), held)
+        published = up_to if exact_until is None else min(up_to, exact_until)
         super().checkpoint(req, up_to=published, **more)
-        self._guard("publish", req.rid, lambda _: self._note_published(req, published, whole=exact_end is None), None)
+        self._guard("publish", req.rid, lambda _: self._note_published(req, published, whole=exact_until is None), None)
 
     def _note_published(self, req: Any, published: int, *, whole: bool) -> None:
         self._note_use(req, published)
@@ -262,10 +262,10 @@ class SemBlendRadixCache(UnifiedRadixCache):
         chain.grow(req.full_untruncated_fill_ids[:published])
         self._strategy.note_use(chain)
 
-    def _find_exact_end(self, sessions: LocalSessions, req: Any) -> int | None:
+    def _find_exact_until(self, sessions: LocalSessions, req: Any) -> int | None:
         """Up to where the KV of a request is exact, by the request's own mark and its session; None for all."""
-        known = sessions.find_exact_end(req.rid) if sessions.find_source(req.rid) is req else None
-        ends = [end for end in (getattr(req, "semblend_exact_end", None), known) if end is not None]
+        known = sessions.find_exact_until(req.rid) if sessions.find_source(req.rid) is req else None
+        ends = [end for end in (getattr(req, "semblend_exact_until", None), known) if end is not None]
         return min(ends, default=None)
 
     def _note_prompt(self, sessions: LocalSessions, req: Any, up_to: int) -> None:
@@ -277,7 +277,7 @@ class SemBlendRadixCache(UnifiedRadixCache):
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         super().on_release(req, checkpointed=checkpointed)
-        req.semblend_exact_end = None  # a retracted request begins again
+        req.semblend_exact_until = None  # a retracted request begins again
         self._guard("release", req.rid, lambda sessions: self._forget_released(sessions, req), None)
 
     def _forget_released(self, sessions: LocalSessions, req: Any) -> None:

@@ -270,8 +270,8 @@ class ReuseService:
     def _fetch(self, sessions: LocalSessions, waiting: SessionRequest, slots: Tensor, block_ids: list[int]) -> bool:
         """Copy a prompt's KV out of the engine's blocks; whether it is what the twin would have computed."""
         assert self.parts is not None, "a sessions has an engine"
-        exact_end = sessions.find_exact_end(waiting.request_id)
-        length = len(waiting.prompt) if exact_end is None else exact_end
+        exact_until = sessions.find_exact_until(waiting.request_id)
+        length = len(waiting.prompt) if exact_until is None else exact_until
         tokens = torch.from_numpy(waiting.prompt.token_ids[:length].astype(np.int64))
         if length < 1 or not self._check_twin(tokens, slots, block_ids):
             return False

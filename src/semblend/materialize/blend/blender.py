@@ -272,7 +272,7 @@ class Blender:
             for span in state.spans
         ]
 
-    def _find_exact_end(self, state: BlendState) -> int:
+    def _find_exact_until(self, state: BlendState) -> int:
         if not len(state.reused) or state.passes[-1].name == "prefill":
             return len(state.tokens)
         doubtful = state.stale if self.settings.refresh else state.reused
@@ -299,7 +299,7 @@ class Blender:
             logits_last=state.tail[-1],
             **state.count_tokens(),
             **self._sum_up(state),
-            exact_until=self._find_exact_end(state),
+            exact_until=self._find_exact_until(state),
             decision=decision,
             features=state.features,
             deep=state.deep,

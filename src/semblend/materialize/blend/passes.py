@@ -273,42 +273,49 @@ class PassRunner:
         was wrong or the logits are not finite.
         """
         began, started = state.elapsed_ms, time.perf_counter()
-        chosen = self._choose_canary_rows(state) if check else torch.empty(0, dtype=torch.long)
-        look = self._make_deep_look(state, rows, chosen) if deep else None
+        canary = self._choose_canary_rows(state) if check else torch.empty(0, dtype=torch.long)
+        look = self._make_deep_look(state, rows, canary) if deep else None
         if look is not None:
             rows = np.union1d(rows, look.at)
         hidden = yield from self.run_layers(state, name, rows, observer, layers=self.model.layout.layers, look=look)
         if hidden is None:
             raise Refused(DeclineReason.ERROR, f"the pass {name!r} ended early")
         tail = self.model.logits(hidden)
-        nothing = torch.zeros((), device=tail.device)
-        canary = self._measure_canary(state, chosen).to(tail.device).float() if check else nothing
-        off = look.compare() if look is not None else None
-        donors = _group_by_donor(look.at, state.spans) if look is not None else {}
-        windows = cut_windows(list(donors.values()))
-        furthest = find_deep_deviation(off, windows).to(tail.device) if off is not None else nothing
-        verdict = torch.stack((canary, furthest, (~tail.isfinite()).any().float()))
-        error, deviation, broken = self.ranks.largest(verdict).tolist()
+        self._check(state, name, tail, canary, look)
         ms = state.elapsed_ms - began
         if not self._piece_rate.rows_per_ms:
             self._note_rate(len(rows), started)
         # Small passes are slower a row than large ones: the best rate seen foretells a large one.
         self._rows_per_ms = max(self._rows_per_ms, len(rows) / max(ms, 1e-6))
-        if check:
-            state.canary = self._check_canary(state, bound_risk(error))
-        if look is not None and off is not None:
+        before, state.tail = state.tail, tail
+        moved = 0.0 if before is None else next_token_kl(tail[-1], before[-1])
+        state.computed[rows] = True
+        state.first_tail = tail if before is None else state.first_tail
+        state.passes[-1] = replace(state.passes[-1], ms=ms, kl=None if before is None else moved)
+        if state.on_pass is not None:
+            state.on_pass(state.passes[-1], tail)
+        return moved
+
+    def _check(self, state: BlendState, name: str, tail: Tensor, canary: Tensor, look: DeepLook | None) -> None:
+        """Waits for the pass; raises `Refused` where the donor KV was wrong or the logits are not finite.
+
+        Everything is read from the device at once, and every rank reads the same.
+        """
+        nothing = torch.zeros((), device=tail.device)
+        error = self._measure_canary(state, canary).to(tail.device).float() if len(canary) else nothing
+        off = look.compare() if look is not None else None
+        donors = _group_by_donor(look.at, state.spans) if look is not None else {}
+        windows = cut_windows(list(donors.values()))
+        furthest = find_deep_deviation(off, windows).to(tail.device) if off is not None else nothing
+        verdict = torch.stack((error, furthest, (~tail.isfinite()).any().float()))
+        largest, deviation, broken = self.ranks.largest(verdict).tolist()
+        if len(canary):
+            state.canary = self._check_canary(state, bound_risk(largest))
+        if off is not None:
             self._check_deep_look(state, donors, off, bound_risk(deviation))
         if broken:
             # NaN reaches rows before it too (0 x NaN behind a mask), so no further pass of ours can mend it.
             raise Refused(DeclineReason.VALIDATION_FAILED, f"logits after the pass {name!r} are not numbers")
-        before, state.tail = state.tail, tail
-        moved = 0.0 if before is None else next_token_kl(state.tail[-1], before[-1])
-        state.computed[rows] = True
-        state.first_tail = state.tail if before is None else state.first_tail
-        state.passes[-1] = replace(state.passes[-1], ms=ms, kl=None if before is None else moved)
-        if state.on_pass is not None:
-            state.on_pass(state.passes[-1], state.tail)
-        return moved
 
     def run_layers(
         self,

@@ -60,9 +60,9 @@ class Traffic:
 
     def __init__(self, words: dict[str, Any], pool_tokens: int, lengths: Sequence[int], seed: int) -> None:
         self._rng, self._words, self._lengths = random.Random(seed), words, lengths
-        articles = [one for found in words["articles"].values() for one in found]
-        self._rng.shuffle(articles)
-        self._texts = [token for one in articles for token in one]
+        texts = [*words["documents"], *(one for found in words["articles"].values() for one in found)]
+        self._rng.shuffle(texts)
+        self._texts = [token for one in texts for token in one]
         self._used = 0
         self.pool: list[list[int]] = []
         while sum(map(len, self.pool)) < pool_tokens:

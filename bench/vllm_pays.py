@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from lib.real_texts import leval, longbench, qmsum
 from lib.vllm_runs import Budget, Rows, add_engine_arguments, read_arguments, write_report
 from lib.vllm_server import VllmServer
 from vllm_http import DATASETS, INSTRUCTIONS, QUESTIONS, Prompts
@@ -48,7 +49,7 @@ ARMS = ("stock:cold", "stock:exact", "ours:miss", "ours:balanced", "ours:later",
 
 
 def write_contexts(model: str, folder: Path, out: str) -> None:
-    """Articles of each data set as tokens, and what stands around them."""
+    """Articles of each data set as tokens, what stands around them, and long documents for `vllm_mixed.py`."""
     prompts, articles = Prompts(model, folder), {}
     for name in DATASETS:
         prompts.draw_context(name, 1, random.Random(0))
@@ -59,8 +60,9 @@ def write_contexts(model: str, folder: Path, out: str) -> None:
                 tokens += len(one)
         articles[name] = kept
     around = {"lead": list(map(prompts.encode, INSTRUCTIONS)), "ask": list(map(prompts.encode, QUESTIONS))}
+    documents = [prompts.encode(one.text) for one in (*leval(folder), *longbench(folder), *qmsum(folder))]
     with gzip.open(out, "wt") as file:
-        json.dump({"articles": articles, **around}, file)
+        json.dump({"articles": articles, "documents": documents, **around}, file)
 
 
 class Case:

@@ -207,18 +207,18 @@ def tabulate_regret(rows: list[dict[str, Any]]) -> list[list[Any]]:
     Against an oracle by prompt, whose choice knows the noise of both measurements too (so this is too much), and
     against one that knows both means of a length.
     """
+    mine = [(row["length"], row["arms"]) for row in rows if "forced:balanced" in row["arms"]]
+    lengths = np.array([length for length, _ in mine])
+    pairs = np.array([(one["stock:cold"]["ttft_ms"], one["forced:balanced"]["ttft_ms"]) for _, one in mine])
+    begun = np.array([bool(one["ours:balanced"].get("reused_tokens")) for _, one in mine])
+    known = {length: pairs[lengths == length].mean(0).min() for length in dict.fromkeys(lengths.tolist())}
+    by_length = np.array([known[length] for length in lengths.tolist()])
     lines = []
-    for length in [*dict.fromkeys(row["length"] for row in rows), None]:
-        mine = [row["arms"] for row in rows if length in (row["length"], None) and "forced:balanced" in row["arms"]]
-        if not mine:
-            continue
-        pairs = np.array([(one["stock:cold"]["ttft_ms"], one["forced:balanced"]["ttft_ms"]) for one in mine])
-        begun = [int(bool(one["ours:balanced"].get("reused_tokens"))) for one in mine]
-        chosen, cold = pairs[np.arange(len(pairs)), begun].mean(), pairs[:, 0].mean()
-        regrets = [(chosen - best) / cold for best in (pairs.min(1).mean(), pairs.mean(0).min())]
-        lines.append(
-            ["all" if length is None else length, len(mine), statistics.fmean(begun), *pairs.mean(0), *regrets]
-        )
+    for name in [*known, "all"] if mine else []:
+        at = lengths == name if name != "all" else np.ones(len(mine), dtype=bool)
+        chosen, cold, forced = np.where(begun, pairs[:, 1], pairs[:, 0])[at].mean(), *pairs[at].mean(0)
+        regrets = [(chosen - best[at].mean()) / cold for best in (pairs.min(1), by_length)]
+        lines.append([name, int(at.sum()), float(begun[at].mean()), *map(float, (cold, forced, *regrets))])
     return lines
 
 

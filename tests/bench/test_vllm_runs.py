@@ -13,6 +13,8 @@ BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 
 import vllm_http  # noqa: E402
+import vllm_mixed  # noqa: E402
+import vllm_pays  # noqa: E402
 from lib.vllm_loads import BY_VALUE, LOADS, Load, Seen, summarize  # noqa: E402
 from lib.vllm_runs import Rows  # noqa: E402
 
@@ -70,3 +72,51 @@ def test_an_http_table_counts_misses_overall_and_not_among_hits() -> None:
     fast, balanced = vllm_http.tabulate([row])
     assert fast[4:] == [1, 1, 100.0, 10.0, 10.0, pytest.approx(100 / 60), pytest.approx(1.1)]
     assert balanced[5:9] == [0, 100.0, None, None]
+
+
+# -- does it pay -------------------------------------------------------------------------------------------------------
+
+
+def row_of(length: int, cold: float, forced: float, *, begun: bool) -> dict[str, object]:
+    arms = {"stock:cold": {"ttft_ms": cold}, "forced:balanced": {"ttft_ms": forced}}
+    return {"length": length, "arms": arms | {"ours:balanced": {"reused_tokens": 100 if begun else 0}}}
+
+
+def test_regret_is_what_the_better_choice_would_have_saved() -> None:
+    right = [row_of(4096, 100.0, 50.0, begun=True), row_of(2048, 40.0, 60.0, begun=False)]
+    assert [line[-2:] for line in vllm_pays.tabulate_regret(right)] == [[0, 0]] * 3
+    wrong = [row_of(2048, 40.0, 60.0, begun=True), row_of(2048, 60.0, 40.0, begun=False)]
+    ((_, n, begun, cold, forced, by_prompt, by_length), _) = vllm_pays.tabulate_regret(wrong)
+    assert (n, begun, cold, forced) == (2, 0.5, 50.0, 50.0)
+    assert (by_prompt, by_length) == (pytest.approx(0.4), pytest.approx(0.2))
+
+
+# -- mixed traffic -----------------------------------------------------------------------------------------------------
+
+
+def test_both_servers_get_the_same_traffic_and_documents_share_no_text() -> None:
+    words = {
+        "documents": [list(range(5000))],
+        "articles": {"a": [list(range(5000, 5400))]},
+        "lead": [[1]],
+        "ask": [[2]],
+    }
+    one, other = (vllm_mixed.Traffic(words, 1000, [200, 300], seed=3) for _ in range(2))
+    drawn = one.draw(5.0, 60)
+    assert drawn == other.draw(5.0, 60)
+    assert [request.at_s for request in drawn] == sorted(request.at_s for request in drawn)
+    assert {request.kind for request in drawn} == set(vllm_mixed.KINDS)
+    assert len(drawn) == pytest.approx(300, rel=0.2)
+    pooled = [token for document in one.pool for token in document]
+    assert len(pooled) == len(set(pooled)) >= 1000
+    chats = [request.tokens for request in drawn if request.kind == "chat"]
+    assert any(later[: len(early)] == early for early in chats for later in chats if len(later) > len(early))
+
+
+def test_a_request_is_in_time_when_its_first_token_and_every_later_one_are() -> None:
+    def answer(ttft: float, *gaps: float) -> dict[str, object]:
+        return {"kind": "short", "ttft_ms": ttft, "gaps": list(gaps), "prompt": 100, "cached": 25}
+
+    found = vllm_mixed.summarize([answer(400.0, 20.0), answer(400.0, 20.0, 51.0), answer(501.0, 20.0)], asked=4)
+    assert (found["in_time"], found["first_in_time"], found["answered"]) == (0.25, 0.5, 3)
+    assert (found["gap_max"], found["cached_share"], found["chat_p50"]) == (51.0, 0.25, None)

@@ -1,12 +1,14 @@
 """Is what earlier questions attended to enough to choose the tokens of a repair, so that one pass will do?
 
     python research/one_pass/later_questions.py MODEL.gguf --data DATA --rows ROWS.jsonl --documents 20 --tokens 1000
-    python research/one_pass/later_questions.py MODEL.gguf --cases CASES.pkl.gz --rows ROWS.jsonl --device cuda --tokens 4000
+    python research/one_pass/later_questions.py MODEL.gguf --cases CASES.pkl.gz --rows ROWS.jsonl --device cuda
+    python research/one_pass/later_questions.py MODEL.gguf --data DATA --write-cases CASES.pkl.gz --tokens 4000 --joined 24000
 
 Documents with several questions (bench/lib/quality_cases.py, `one_document` and `edits`), one donor each. Every question is
 answered cold; by `fast`; by a look and a repair of 10 % (`two passes`: a blender that has seen nothing before); and by a
-blender that has seen the questions before it (`one pass`, from the second question on). The gate accepts everything; what
-it expects by the default dial stands in the rows. Divergence: mean KL over cold's greedy answer, teacher forced.
+blender that has seen the questions before it (`one pass`, from the second question on); and with 20 % after a look. The gate
+accepts everything; what it expects by the default dial stands in the rows. With `--joined` a prompt holds so many tokens of
+several documents, in the donor's order, and asks about the first one: is the dial right about longer prompts than its own? Divergence: mean KL over cold's greedy answer, teacher forced.
 `--write-cases` makes the prompts for a machine without the data. Rows go out as they come; a second run skips what is there.
 """
 
@@ -18,7 +20,7 @@ import json
 import pickle
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -37,11 +39,13 @@ from semblend.materialize.donors.tiers import DonorKv
 from semblend.materialize.gate.thresholds import DEFAULT, DialTable, PassageOrder
 from semblend.plan.reuse_plan import ReusePlan
 
-ACCEPTS = replace(
-    DEFAULT,
-    dial=DialTable(dict.fromkeys(PassageOrder, {10: 0.0}), dict.fromkeys((10, 20, 40), (0.0, 0.0, 0.0, 0.0, -20.0))),
-)
 EXPECTS = DEFAULT.dial
+
+
+def accept(percent: int) -> QualitySettings:
+    """A repair of so much, whatever it shows."""
+    dial = DialTable(dict.fromkeys(PassageOrder, {percent: 0.0}), dict.fromkeys((10, 20, 40), (0.0, 0.0, 0.0, 0.0, -20.0)))
+    return QualitySettings(thresholds=replace(DEFAULT, dial=dial), most_work=10.0)
 
 
 def make_cases(model: str, data: str, documents: int, tokens: int) -> list[Case]:
@@ -57,6 +61,22 @@ def make_cases(model: str, data: str, documents: int, tokens: int) -> list[Case]
     return sorted(many, key=lambda case: (case.cluster, case.scenario, case.case_id))
 
 
+def join_documents(found: list[Case], tokens: int) -> list[Case]:
+    """The documents of other cases behind each one's own, until a prompt is so long."""
+    found = [case for case in found if case.scenario == "one_document"]
+    texts = {case.cluster: case.tokens[case.spans[0].target_start : case.spans[0].target_end] for case in found}
+    order, joined = list(texts), []
+    for case in found:
+        (span,), at = case.spans, order.index(case.cluster)
+        text = [token for name in (*order[at:], *order[:at]) for token in texts[name]][:tokens]
+        before, after = case.donors[0][: span.donor_start], case.tokens[: span.target_start]
+        joined.append(replace(
+            case, case_id=f"joined/{case.case_id}", scenario="joined", donors=((*before, *text),),
+            tokens=(*after, *text, *case.tokens[span.target_end :]), spans=(replace(span, length=len(text)),),
+        ))  # fmt: skip
+    return joined
+
+
 class Lab:
     def __init__(self, model: DecoderModel, longest: int) -> None:
         self.stop = model.spec.eos_ids
@@ -68,7 +88,7 @@ class Lab:
         # Each prompt of `edits` has a donor of its own text: only those of one document can be asked again.
         donor_kv = DonorKv(0, 1 << 40)
         capture_donor(self.model, donor_kv, "0", asked[0].donors[0], self.pool)
-        settings = QualitySettings(thresholds=ACCEPTS, most_work=10.0)
+        settings = accept(10)
         seen = Blender(self.model, donor_kv, settings)
         rows = []
         for number, case in enumerate(asked):
@@ -93,6 +113,7 @@ class Lab:
                 "fast": Blender(self.model, donor_kv, replace(settings, mode="fast", deep_tolerance=0.0)),
                 "two passes": Blender(self.model, donor_kv, settings),
                 "one pass": seen,
+                "20 %": Blender(self.model, donor_kv, accept(20)),
             }
             for way, blender in ways.items():
                 done = blender.prepare(target, plan)
@@ -101,12 +122,13 @@ class Lab:
                 if way == "one pass" and number == 0:
                     continue  # it had to look
                 ours = follow(done)
-                expected = None if done.features is None else EXPECTS.expect_by_repair(PassageOrder.IN_ORDER, 10, done.features)
+                seen_there, percent = done.features, 20 if way == "20 %" else 10
+                expected = None if seen_there is None else EXPECTS.expect_by_repair(PassageOrder.IN_ORDER, percent, seen_there)
                 rows.append({
                     "case": case.case_id, "scenario": case.scenario, "cluster": case.cluster, "tokens": length, "question": number,
                     "way": way, "passes": [one.name for one in done.passes], "kl": compute_divergence(true, ours),
                     "top1": float((ours.argmax(-1) == true.argmax(-1)).float().mean()), "work": done.work, "expected": expected,
-                    "deviation": None if done.features is None else done.features.deviation,
+                    "features": None if seen_there is None else asdict(seen_there),
                 })  # fmt: skip
             return rows
         finally:
@@ -118,7 +140,7 @@ def show(path: Path) -> None:
     later = {row["case"] for row in rows if row["way"] == "one pass"}
     rng = np.random.default_rng(0)
     print("way          n  documents  KL mean [95 %]            max     of a prefill  would be served  false safes  top-1")
-    for way in ("fast", "two passes", "one pass"):
+    for way in ("fast", "two passes", "one pass", "20 %"):
         mine = [row for row in rows if row["way"] == way and row["case"] in later]
         documents = [list(some) for _, some in groupby(sorted(mine, key=lambda r: r["cluster"]), key=lambda r: r["cluster"])]
         means = [np.mean([r["kl"] for i in rng.integers(len(documents), size=len(documents)) for r in documents[i]]) for _ in range(2000)]
@@ -138,6 +160,7 @@ def main() -> None:
     parser.add_argument("--rows", type=Path)
     parser.add_argument("--documents", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=1000)
+    parser.add_argument("--joined", type=int, default=0, help="tokens of several documents in one prompt")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--budget-s", type=float, default=1e9)
     args = parser.parse_args()
@@ -147,6 +170,7 @@ def main() -> None:
             found = pickle.load(file)
     else:
         found = make_cases(args.model, args.data, args.documents, args.tokens)
+        found = join_documents(found, args.joined) if args.joined else found
     if args.write_cases:
         with gzip.open(args.write_cases, "wb") as file:
             pickle.dump(found, file)

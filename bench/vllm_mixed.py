@@ -195,7 +195,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=25, help="of each rate")
     parser.add_argument("--fill", type=int, default=150, help="requests before anything is measured")
     parser.set_defaults(donor_bytes=8e9, kv_bytes=4e9, memory=0.3)
-    args = read_arguments(parser, lengths=[200, 300], rates=[1.0], seconds=10, fill=4, donor_bytes=2e7, kv_bytes=2e7)
+    args = read_arguments(parser, lengths=[200, 300], rates=[1.0], seconds=10, fill=4, donor_bytes=1e8, kv_bytes=1e8)
     pool_tokens = int(PRESSURE * (args.kv_bytes + args.donor_bytes) / count_kv_bytes(args.model))
     if not args.finished_only:
         measure(args, pool_tokens)

@@ -135,6 +135,8 @@ def measure(args: argparse.Namespace) -> None:
                     if budget.is_used_up:
                         break
                     key = {"model": model, "dataset": dataset, "length": length, "number": number}
+                    if rows.find(**key):
+                        continue
                     asked.append(key | {"arms": Case(servers, words, key).run()})
             add_receipts(asked, servers)
             for row in asked:

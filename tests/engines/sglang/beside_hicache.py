@@ -76,7 +76,7 @@ def test_moved_kv_never_reaches_host_memory(world):
     world.sessions.semblend.clear()
     demote(world)
     again = ask_one(world, moved, opt_out=True)
-    assert again.cached <= receipt.spans[0].target_start + 32
+    assert again.cached <= receipt.spans[0].target_start + 32 + 1  # of the look at deep layers
     assert again.tokens == cold.tokens
 
 

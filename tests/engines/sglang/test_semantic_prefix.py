@@ -157,7 +157,7 @@ def test_equal_runs_of_a_providers_tokens_are_moved_at_any_offset_and_never_serv
     receipt = world.receipt(answer)
     assert receipt.reused_tokens > 0
     assert all(target[s.target_start : s.target_end] == source[s.donor_start : s.donor_end] for s in receipt.spans)
-    assert world.exact_hit(target) <= receipt.spans[0].target_start + 32
+    assert world.exact_hit(target) <= receipt.spans[0].target_start + 32 + 1  # of the look at deep layers
 
 
 def test_tokens_of_a_provider_that_are_not_the_prompts_reuse_nothing(world):

@@ -15,7 +15,7 @@ import torch
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "contract")]
 from lifecycle import Engine, live  # noqa: E402
 
-SEQUENCES, LONG = 50, 500
+SEQUENCES, LONG = 25, 500
 
 
 class SglangLives(Engine):
@@ -118,4 +118,4 @@ def test_whatever_happens_to_requests_in_sglang_the_contract_holds(engine, is_lo
         live(SglangLives(engine, seed), seed, events=12)
         told = [event.fields.get("receipt") for event in engine.events]
         reused += sum(receipt.reused_tokens for receipt in told if receipt is not None)
-    assert reused > 400, "the lives have led past every load"
+    assert reused > 200, "the lives have led past every load"

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,15 +28,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if reason and Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.skip(reason=reason))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def everything_is_begun() -> Iterator[None]:
-    """Small models need not pay and no request is drawn for the control group: what can be reused is reused."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SEMBLEND_LEARN_COSTS", "0")
-        patch.setenv("SEMBLEND_CONTROL_SHARE", "0")
-        yield
 
 
 @pytest.fixture(scope="session")

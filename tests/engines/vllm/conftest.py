@@ -234,15 +234,6 @@ def make_world(model: str = MODEL, **connector: Any) -> World:
     return world
 
 
-@pytest.fixture(scope="session", autouse=True)
-def everything_is_begun() -> Iterator[None]:
-    """Small models need not pay and no request is drawn for the control group: what can be reused is reused."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SEMBLEND_LEARN_COSTS", "0")
-        patch.setenv("SEMBLEND_CONTROL_SHARE", "0")
-        yield
-
-
 @pytest.fixture(scope="session")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     world = make_world(admin_socket=str(tmp_path_factory.mktemp("admin") / "socket"))

@@ -42,6 +42,10 @@ SHORT_TAIL = 128
 """Tokens behind the last span that we compute in mode fast too: a pass of ours runs in any case, and what is left to
 the engine is then as quick as decoding. Tails of 32 were measured."""
 
+NEW_PART = 16
+"""A prompt becomes a donor where at least one in so many tokens is no donor's yet: a hundred users of one document are
+one donor, and a conversation becomes one again when it has grown by so much."""
+
 MAX_CHOICES = 12
 """Of a plan with more spans, only so many ways to cut it short are compared."""
 
@@ -99,7 +103,7 @@ class Sessions:
         self.config = semblend.config if config is None else config
         self.quality = QualitySettings() if quality is None else quality
         self.outcomes = OutcomeMemory() if outcomes is None else outcomes
-        self.times, self.trial, self._clock = TimeModel(), Trial(self.config.control_share), clock
+        self.times, self.trial, self.read_clock = TimeModel(), Trial(self.config.control_share), clock
         self.switches = KindSwitches()
 
     def note_start(self, times: Sequence[Timed]) -> None:
@@ -116,7 +120,7 @@ class Sessions:
         """Tokens behind the ``exact_tokens`` of the engine that we shall provide; 0 for none."""
         if not session.is_open:
             return 0
-        session.taken_up = self._clock()
+        session.taken_up = self.read_clock()
         self.donors.look_around()
         if session.epoch == self.donors.epoch and session.exact_tokens == exact_tokens:
             return session.offered_tokens
@@ -295,7 +299,7 @@ class Sessions:
         if isinstance(claimed, Decline):
             session.run_cold(claimed)
             return claimed
-        session.taken_up = self._clock()
+        session.taken_up = self.read_clock()
         session.begin_load(plan.until(self.count_plan_tokens(session)))
         assert session.plan is not None
         return session.plan
@@ -338,22 +342,31 @@ class Sessions:
         """Tokens from the beginning of a request that are exact, if enough of them are new; 0 for no donor.
 
         ``tokens``: how many the engine holds of it, where that is more than the prompt: an answer, after it.
+        What lies in front of a reused document, such as its instruction, is no donor unless it is long itself.
         """
         request, whole = session.request, len(session.prompt) if tokens is None else tokens
         wanted = self.traits.keeps_donors and self.config.enabled and not request.opt_out
         if not wanted or request.unsupported or request.answered:
             return 0
-        exact = whole if session.exact_until is None else min(session.exact_until, len(session.prompt))
-        if session.exact_until is not None and session.plan is not None:
-            exact = min(exact, session.plan.spans[0].target_start)  # the computed head of a span is in its donor
-        return (
-            exact if exact - max(session.exact_tokens, session.kept_tokens) >= self.traits.donor_min_new_tokens else 0
-        )
+        exact, least = whole, self.traits.donor_min_new_tokens
+        if session.exact_until is not None:
+            exact, least = min(session.exact_until, len(session.prompt)), max(least, len(session.prompt) // NEW_PART)
+            if session.plan is not None:
+                exact = min(exact, session.plan.spans[0].target_start)  # the computed head of a span is in its donor
+        return exact if exact - max(session.exact_tokens, session.kept_tokens) >= least else 0
 
     def confirm(
-        self, session: ReuseSession, *, ttft_ms: float | None = None, compute_ms: float | None = None
+        self,
+        session: ReuseSession,
+        *,
+        ttft_ms: float | None = None,
+        compute_ms: float | None = None,
+        answered_at: float | None = None,
     ) -> Receipt | None:
-        """The receipt, written once, when the first token is out; only it counts as reuse."""
+        """The receipt, written once, when the first token is out; only it counts as reuse.
+
+        ``answered_at``: when that was, by this object's clock; by default now.
+        """
         if session.receipt is not None or session.request.answered:
             return None
         result, refusal = session.result, session.cold
@@ -362,7 +375,8 @@ class Sessions:
             refusal = result.decline or refusal
         if work is not None and work.compute_ms is None:
             work = replace(work, compute_ms=compute_ms)
-        service_ms = None if session.taken_up is None else (self._clock() - session.taken_up) * 1e3
+        answered_at = self.read_clock() if answered_at is None else answered_at
+        service_ms = None if session.taken_up is None else (answered_at - session.taken_up) * 1e3
         expected = session.expected
         timed = expected is not None and expected.forecast.timed
         facts = RequestFacts(

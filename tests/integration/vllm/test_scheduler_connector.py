@@ -1122,9 +1122,51 @@ def test_a_request_that_computes_a_shared_prefix_is_counted_once_and_told(healin
         healing.donor(f"donor-{_}", lead=41 + _)
     healing.allocate(request, len(request.prompt_token_ids))
     healing.told(healing.step(new=[(request, 0, len(request.prompt_token_ids))]))
+    healing.half.finish(request.request_id)
     assert counted.count(DeclineReason.SHARED_PREFIX) == 1
     (event,) = [e for e in healing.sink.events if e.request_id == request.request_id and e.kind == "fallback"]
     assert event.fields["receipt"].reason is DeclineReason.SHARED_PREFIX
+
+
+def test_no_first_token_waits_for_its_receipt_which_says_when_it_was_out(world):
+    now = [0.0]
+    world.half.sessions.read_clock = lambda: now[0]
+    _, orders = world.admit(FakeRequest("one", DOCUMENT))
+    now[0] = 0.25
+    world.told(orders)
+    assert not [event for event in world.sink.events if event.kind == "fallback"]
+    now[0] = 9.0
+    world.step()
+    (event,) = [event for event in world.sink.events if event.kind == "fallback"]
+    assert event.fields["receipt"].service_ms == 250
+
+
+def test_a_receipt_that_fails_costs_its_own_request_reuse_and_no_other(world, monkeypatch):
+    confirm = world.half.sessions.confirm
+
+    def fail_for_one(record, **rest):
+        if record.request_id == "one":
+            raise RuntimeError("broken")
+        return confirm(record, **rest)
+
+    monkeypatch.setattr(world.half.sessions, "confirm", fail_for_one)
+    requests = [FakeRequest(name, [number, *DOCUMENT]) for number, name in enumerate(("one", "two"))]
+    for request in requests:
+        world.half.count_matched(request, 0)
+        world.allocate(request, len(request.prompt_token_ids))
+    world.told(world.step(new=[(request, 0, len(request.prompt_token_ids)) for request in requests]))
+    world.step()
+    assert [event.request_id for event in world.errors()] == ["one"]
+    assert world.half.finish("one") is None
+    assert world.half.finish("two") is not None
+
+
+def test_a_short_instruction_in_front_of_a_reused_document_becomes_no_donor(world):
+    world.donor()
+    for name, lead, kept in (("short", 36, []), ("long", 200, ["long"])):
+        claimed, orders = world.admit(FakeRequest(name, [*range(7000, 7000 + lead), *DOCUMENT * 3, 1, 2]))
+        assert claimed
+        assert [capture.donor_id for capture in world.served(orders).captures] == kept
 
 
 def test_where_healing_is_off_every_user_is_loaded(healing):

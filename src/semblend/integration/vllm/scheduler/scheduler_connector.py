@@ -8,7 +8,7 @@ It decides and keeps books, and touches no KV. vLLM calls it in this order for a
     build_orders     once a step: what the worker's side has to load, capture and drop
     note_report      after the step: what it did. A load that ends well is scheduled next; one that was refused is
                      computed by vLLM, under its own hashes, and never claimed again. A captured prompt becomes a donor,
-                     a served one gets its receipt
+                     a served one gets its receipt, with the next call: the first token does not wait for it
     finish           the answer is complete, or the request was aborted
 
 Nothing in here raises into vLLM: `connector_v1` catches, says so in an event, and the request is computed cold.
@@ -16,6 +16,7 @@ Nothing in here raises into vLLM: `connector_v1` catches, says so in an event, a
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Set
 from dataclasses import replace
@@ -52,6 +53,9 @@ from semblend.session.sessions import EngineTraits, Sessions
 from semblend.span import Span
 
 
+log = logging.getLogger("vllm.semblend")
+
+
 class SchedulerConnector:
     """See the module."""
 
@@ -79,6 +83,7 @@ class SchedulerConnector:
         )
         self.healing = PrefixHealing(settings.heal_prefixes, facts.hash_block_tokens, seam_tokens, self.report_failure)
         self._clock = clock
+        self._answered: dict[str, tuple[float, float]] = {}  # whose receipts are due, and when they were answered
         self._records = RecordBook()
         self._given_up: set[str] = set()  # requests that vLLM computes without us, until they end
         self._refused: dict[str, int] = {}  # exact tokens of each request in an engine that we do not serve
@@ -191,6 +196,7 @@ class SchedulerConnector:
         record = self._records.get(request_id)
         if record is None:
             return None
+        self._confirm(request_id)
         self._release_blocks(record)
         if record.is_loading:
             self._loads.cancel(request_id)
@@ -296,7 +302,10 @@ class SchedulerConnector:
             if record is not None and record.is_loading:
                 self._note_loaded(record, result)
         for request_id in report.served:
-            self._confirm(request_id)
+            record = self._records.get(request_id)
+            self._answered[request_id] = self._clock(), self.sessions.read_clock()
+            if record is None or record.state is State.ENDED:
+                self._confirm(request_id)
         for tier, used in report.donor_bytes.items():
             self.semblend.metrics.donors(self.semblend.stats().donors, used, tier)
 
@@ -332,6 +341,14 @@ class SchedulerConnector:
         self._refused.pop(request_id, None)
 
     def _catch_up(self) -> None:
+        """What waited for the next call, so that no first token waits for it: receipts, and what an operator asked."""
+        for request_id in list(self._answered):
+            try:
+                self._confirm(request_id)
+            except Exception as error:
+                log.warning("SemBlend: a receipt failed for %s", request_id, exc_info=True)
+                self.report_failure("report", f"{type(error).__name__}: {error}", request_id)
+                self.give_up(request_id)
         is_void = self.donors.catch_up()
         self.shares.drop_donors(self.donors.take_forgotten())
         if is_void:
@@ -420,6 +437,7 @@ class SchedulerConnector:
         record = self._records.get(request_id)
         if record is None:
             return
+        self._confirm(request_id)
         if record.is_loading:
             self._loads.cancel(request_id)
         self._release_blocks(record)
@@ -430,12 +448,14 @@ class SchedulerConnector:
 
     def _confirm(self, request_id: str) -> None:
         """The prompt's last step is done, so the first token is out: the receipt, once."""
-        record = self._records.get(request_id)
-        if record is None or record.receipt is not None:
+        times, record = self._answered.pop(request_id, None), self._records.get(request_id)
+        if times is None or record is None or record.receipt is not None:
             return
         arrival = getattr(record.source, "arrival_time", None)
         receipt = self.sessions.confirm(
-            record, ttft_ms=None if arrival is None else max(0.0, (self._clock() - arrival) * 1e3)
+            record,
+            ttft_ms=None if arrival is None else max(0.0, (times[0] - arrival) * 1e3),
+            answered_at=times[1],
         )
         if receipt is not None and receipt.reason is DeclineReason.SHARED_PREFIX:
             self.semblend.metrics.declined(receipt.reason)  # no lookup's decline, and the worker never saw it

@@ -16,13 +16,11 @@ from semblend.integration.vllm.scheduler.records import EngineFacts, Record
 from semblend.materialize.donors.directory import GENERATION, Publication, SharedDonors
 from semblend.plan.reuse_plan import ReusePlan
 from semblend.prompt import Namespace, Prompt
+from semblend.session.sessions import NEW_PART
 
 ReportFailure = Callable[[str, str, str], None]
 Answer = TypeVar("Answer")
 
-NEW_PART = 16
-"""A prompt becomes a donor where at least one in so many tokens is no donor's yet: a hundred users of one document are
-one donor, and a conversation becomes one again when it has grown by so much."""
 MARK_TOKENS = 64
 
 

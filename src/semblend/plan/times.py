@@ -2,13 +2,15 @@
 
 A time is a sum of parts that grow with what is done: a constant, rows through the layers, positions they attend to,
 donor tokens that are moved. A `TimeFit` finds how much each part weighs, from the last requests, by relative errors,
-and a request that was held up for some other reason weighs little. An engine that can be timed when it starts gives the
-first samples (`TimeModel.warm_up`). Before anything was timed, rows are counted instead, and those of a reuse count
-more.
+and a request that was held up for some other reason weighs little. What is not a sum (a GPU that waits for its launches
+takes no longer for twice the rows) is corrected by what works of about that size took. An engine that can be timed when
+it starts gives the first samples (`TimeModel.warm_up`). Before anything was timed, rows are counted instead, and those
+of a reuse count more.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -35,6 +37,10 @@ MIN_REUSED = 8
 WINDOW = 256
 PRIOR = 3.0
 """What was measured when an engine started counts like so many requests."""
+SHORTEST_MS = 1e-3
+"""Nothing takes less."""
+STRETCH = 0.35
+"""Works whose times differ by less, as logarithms, are of about one size: half as long again is another one."""
 OUTLIER = 0.15
 """A request that took so much longer or shorter than expected weighs less, the more the less (Huber)."""
 
@@ -117,6 +123,7 @@ class TimeFit:
         self._seen: deque[tuple[tuple[float, ...], float]] = deque(maxlen=WINDOW)
         self._weights: Floats | None = None
         self._prior: Floats | None = None
+        self._corrections: tuple[Floats, Floats] = NO_CORRECTIONS
         self._since_fit = 0
 
     def __len__(self) -> int:
@@ -128,8 +135,8 @@ class TimeFit:
         self._prior = self._weights = fit_parts(parts, np.array([one.ms for one in timed]))
 
     def note(self, work: Work, ms: float) -> None:
-        """It took so long; what is no positive time is left out."""
-        if not 0 < ms < float("inf"):
+        """It took so long; what is no time is left out."""
+        if not SHORTEST_MS < ms < float("inf"):
             return
         self._seen.append((work.parts, ms))
         self._since_fit += 1
@@ -137,10 +144,33 @@ class TimeFit:
     def expect(self, work: Work) -> float:
         """Milliseconds that such work takes; there must be a sample."""
         if self._weights is None or self._since_fit > len(self._seen) // 16:
-            parts, ms = zip(*self._seen, strict=True)
-            self._weights = fit_parts(np.array(parts), np.array(ms), self._prior)
+            parts, ms = map(np.array, zip(*self._seen, strict=True))
+            self._weights = fit_parts(parts, ms, self._prior)
+            self._corrections = fit_corrections(parts @ self._weights, ms)
             self._since_fit = 0
-        return float(self._weights @ np.array(work.parts))
+        sum_of_parts = float(self._weights @ np.array(work.parts))
+        if not sum_of_parts > 0:
+            return 0.0
+        return sum_of_parts * math.exp(np.interp(math.log(sum_of_parts), *self._corrections))
+
+
+NO_CORRECTIONS = np.zeros(1), np.zeros(1)
+
+
+def fit_corrections(fitted: Floats, ms: Floats) -> tuple[Floats, Floats]:
+    """By size, how much longer works took than the sum of their parts; both as logarithms, few of a size count less.
+
+    No work is expected to take less than a smaller one.
+    """
+    known = fitted > 0
+    sizes, off = np.log(fitted[known]), np.log(ms[known] / fitted[known])
+    steps = np.round(sizes / STRETCH)
+    found = [(float(np.median(sizes[at])), float(np.median(off[at])) * at.sum() / (at.sum() + PRIOR))
+             for at in (steps == step for step in np.unique(steps))]  # fmt: skip
+    if not found:
+        return NO_CORRECTIONS
+    middles, corrections = map(np.array, zip(*found, strict=True))
+    return middles, np.maximum.accumulate(middles + corrections) - middles
 
 
 def fit_parts(parts: Floats, ms: Floats, prior: Floats | None = None) -> Floats:
@@ -223,8 +253,6 @@ class TimeModel:
 
     def _expect_more(self, tail: Work) -> float:
         """What the rows of a prefill add to one that has begun."""
-        return (
-            self._cold.expect(tail) - self._cold.expect(NOTHING)
-            if tail.rows and (self._warm or len(self._cold))
-            else 0.0
-        )
+        if not tail.rows or not (self._warm or len(self._cold)):
+            return 0.0
+        return max(0.0, self._cold.expect(tail) - self._cold.expect(NOTHING))

@@ -52,7 +52,6 @@ from semblend.session.session import NEVER, LoadResult, State
 from semblend.session.sessions import EngineTraits, Sessions
 from semblend.span import Span
 
-
 log = logging.getLogger("vllm.semblend")
 
 

@@ -241,7 +241,7 @@ def main() -> int:
         measure(args)
     report, rows = reporting.Report("vllm_pays", args), Rows(args.rows).rows
     report.table(
-        "Time to first token over HTTP, default settings",
+        "Time to first token over HTTP, against stock vLLM",
         ["model", "tokens", "arm", "n", "reused", "p50 ms", "mean ms", "low", "high", "p90 ms", "p99 ms",
          "high over cold's mean", "p90 over cold's", "of the gap closed"],
         tabulate(rows),

@@ -30,7 +30,7 @@ class Rows:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+        lines = reporting.read_lines(self.path)
         self.rows: list[dict[str, Any]] = [row for line in lines if (row := _read_line(line)) is not None]
 
     def find(self, **fields: Any) -> list[dict[str, Any]]:

@@ -66,8 +66,7 @@ def _vllm_donor(event: Event) -> str:
 
 
 def _vllm_hit(event: Event) -> str | None:
-    reusable = event.fields["reusable_tokens"]
-    if not reusable:
+    if not (reusable := event.fields["reusable_tokens"]):
         return None
     return (
         f"SemBlend semantic lookup hit request_id={_id(event.request_id)} donor_id={_ids(event.fields['donor_ids'])} "
@@ -97,8 +96,7 @@ def _sglang_donor(event: Event) -> str:
 
 
 def _sglang_hit(event: Event) -> str | None:
-    reusable = event.fields["reusable_tokens"]
-    if not reusable:
+    if not (reusable := event.fields["reusable_tokens"]):
         return None
     return (
         f"[FUZZY] semantic hit request_id={_id(event.request_id)} similarity={_similarity(event):.4f} "

@@ -146,11 +146,9 @@ class TimeFit:
         if self._weights is None or self._since_fit > len(self._seen) // 16:
             parts, ms = map(np.array, zip(*self._seen, strict=True))
             self._weights = fit_parts(parts, ms, self._prior)
-            self._corrections = fit_corrections(parts @ self._weights, ms)
+            self._corrections = fit_corrections(np.maximum(parts @ self._weights, SHORTEST_MS), ms)
             self._since_fit = 0
-        sum_of_parts = float(self._weights @ np.array(work.parts))
-        if not sum_of_parts > 0:
-            return 0.0
+        sum_of_parts = max(SHORTEST_MS, float(self._weights @ np.array(work.parts)))
         return sum_of_parts * math.exp(np.interp(math.log(sum_of_parts), *self._corrections))
 
 
@@ -162,15 +160,12 @@ def fit_corrections(fitted: Floats, ms: Floats) -> tuple[Floats, Floats]:
 
     No work is expected to take less than a smaller one.
     """
-    known = fitted > 0
-    sizes, off = np.log(fitted[known]), np.log(ms[known] / fitted[known])
+    sizes, off = np.log(fitted), np.log(ms / fitted)
     steps = np.round(sizes / STRETCH)
-    found = [(float(np.median(sizes[at])), float(np.median(off[at])) * at.sum() / (at.sum() + PRIOR))
-             for at in (steps == step for step in np.unique(steps))]  # fmt: skip
-    if not found:
-        return NO_CORRECTIONS
-    middles, corrections = map(np.array, zip(*found, strict=True))
-    return middles, np.maximum.accumulate(middles + corrections) - middles
+    groups = [steps == step for step in np.unique(steps)]
+    counts = np.array([at.sum() for at in groups])
+    middles, usual = (np.array([np.median(values[at]) for at in groups]) for values in (sizes, off))
+    return middles, np.maximum.accumulate(middles + usual * counts / (counts + PRIOR)) - middles
 
 
 def fit_parts(parts: Floats, ms: Floats, prior: Floats | None = None) -> Floats:

@@ -188,10 +188,7 @@ class LocalSessions:
         self._sessions = Sessions(
             semblend,
             EngineTraits(
-                engine,
-                engine_version,
-                page_tokens=pool.page_tokens,
-                donor_min_new_tokens=settings.donor_min_new_tokens,
+                engine, engine_version, page_tokens=pool.page_tokens, donor_min_new_tokens=settings.donor_min_new_tokens
             ),
             self.donors,
             config=settings.config,

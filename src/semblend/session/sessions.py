@@ -363,10 +363,7 @@ class Sessions:
         compute_ms: float | None = None,
         answered_at: float | None = None,
     ) -> Receipt | None:
-        """The receipt, written once, when the first token is out; only it counts as reuse.
-
-        ``answered_at``: when that was, by this object's clock; by default now.
-        """
+        """The receipt, written once, when the first token is out (``answered_at``, or now); only it counts as reuse."""
         if session.receipt is not None or session.request.answered:
             return None
         result, refusal = session.result, session.cold

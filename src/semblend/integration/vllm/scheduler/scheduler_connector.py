@@ -301,9 +301,8 @@ class SchedulerConnector:
             if record is not None and record.is_loading:
                 self._note_loaded(record, result)
         for request_id in report.served:
-            record = self._records.get(request_id)
             self._answered[request_id] = self._clock(), self.sessions.read_clock()
-            if record is None or record.state is State.ENDED:
+            if (ended := self._records.get(request_id)) is None or ended.state is State.ENDED:
                 self._confirm(request_id)
         for tier, used in report.donor_bytes.items():
             self.semblend.metrics.donors(self.semblend.stats().donors, used, tier)
@@ -451,11 +450,8 @@ class SchedulerConnector:
         if times is None or record is None or record.receipt is not None:
             return
         arrival = getattr(record.source, "arrival_time", None)
-        receipt = self.sessions.confirm(
-            record,
-            ttft_ms=None if arrival is None else max(0.0, (times[0] - arrival) * 1e3),
-            answered_at=times[1],
-        )
+        ttft_ms = None if arrival is None else max(0.0, (times[0] - arrival) * 1e3)
+        receipt = self.sessions.confirm(record, ttft_ms=ttft_ms, answered_at=times[1])
         if receipt is not None and receipt.reason is DeclineReason.SHARED_PREFIX:
             self.semblend.metrics.declined(receipt.reason)  # no lookup's decline, and the worker never saw it
         if record.state is State.ENDED:

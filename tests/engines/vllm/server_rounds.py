@@ -408,7 +408,7 @@ def check_controls(pair: Pair, first: int = 900_000) -> Controls:
         if spoil is not None:
             for path in new:
                 spoil_kv(path, seal=spoil)
-        for nudge in range(2):  # by other requests B hears of donors, and verifies their files meanwhile
+        for nudge in range(4):  # by other requests B hears of donors, and verifies their files meanwhile
             time.sleep(SETTLED_S)
             pair.ask(pair.b, Question(-100 - nudge, "exact"), salt=f"{document}-{nudge}", opt_out=True)
         time.sleep(SETTLED_S)

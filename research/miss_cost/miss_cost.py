@@ -1,6 +1,10 @@
 """What a miss costs more than stock vLLM's prefill, over HTTP, and where: a connector that does nothing, and ours.
 
     PYTHONPATH=src:bench:research/miss_cost python research/miss_cost/miss_cost.py MODEL CONTEXTS OUT.json --kv-bytes 8e9
+
+results/h200_eager.json (one H200, vLLM 0.26.0, 2026-11-18, commit c60692a; the shape of Qwen2.5-1.5B with 49,152 tokens, random weights; too noisy to tell
+servers apart): --vocabulary 40000 --budget-s 40 --hits 6 --settings '{"donor_device_bytes": 3000000000}'
+    --flags "--dtype bfloat16 --gpu-memory-utilization 0.12 --load-format dummy --enforce-eager"
 """
 
 from __future__ import annotations

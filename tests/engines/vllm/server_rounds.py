@@ -20,9 +20,11 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -401,20 +403,34 @@ def check_controls(pair: Pair, first: int = 900_000) -> Controls:
     found = []
     for document, spoil in ((first, None), (first + 1, False), (first + 2, True)):
         before = set(pair.directory.glob("*.kv"))
-        pair.ask(pair.a, Question(document, "donor"))
-        end = time.monotonic() + 30
-        while not (new := set(pair.directory.glob("*.kv")) - before) and time.monotonic() < end:
-            time.sleep(0.05)
-        if spoil is not None:
-            for path in new:
-                spoil_kv(path, seal=spoil)
-        for nudge in range(4):  # by other requests B hears of donors, and verifies their files meanwhile
+        with pausing(pair.b):  # or it verifies a file that is about to be another
+            pair.ask(pair.a, Question(document, "donor"))
+            end = time.monotonic() + 30
+            while not (new := set(pair.directory.glob("*.kv")) - before) and time.monotonic() < end:
+                time.sleep(0.05)
+            if spoil is not None:
+                for path in new:
+                    spoil_kv(path, seal=spoil)
+        for nudge in range(2):  # by other requests B hears of donors, and verifies their files meanwhile
             time.sleep(SETTLED_S)
             pair.ask(pair.b, Question(-100 - nudge, "exact"), salt=f"{document}-{nudge}", opt_out=True)
         time.sleep(SETTLED_S)
         served = pair.ask(pair.b, Question(document, "control"))
         found += [served, pair.explain_wrong(served)]
     return Controls(*found)
+
+
+@contextmanager
+def pausing(server: VllmServer) -> Iterator[None]:
+    """Nothing of a server runs meanwhile."""
+    processes = server.list_processes()
+    for pid in processes:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in processes:
+            os.kill(pid, signal.SIGCONT)
 
 
 def spoil_kv(path: Path, *, seal: bool) -> None:

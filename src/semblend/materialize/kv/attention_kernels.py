@@ -155,10 +155,11 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + place[:, None] * HEAD_DIM + dim[None, :], mixed.to(out.dtype.element_ty), mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total", "parts"], do_not_specialize_on_alignment=["positions"])
 def _join_kernel(  # type: ignore[no-untyped-def]
-    partial, sums, out, parts,
+    partial, sums, positions, out, total, parts, part_tokens,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, SOME: tl.constexpr,  # noqa: N803
+    GOES_ON: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     """Adds up what a row's parts have: each its unscaled sum of values, its highest score (base 2) and its mass.
 
@@ -168,6 +169,8 @@ def _join_kernel(  # type: ignore[no-untyped-def]
     place, apart = row * HEADS + tl.program_id(1), tl.num_programs(0).to(tl.int64) * HEADS
     if tl.load(sums + place * 2 + 1) == 0:
         return
+    if not GOES_ON:
+        parts = tl.minimum(parts, tl.minimum(tl.load(positions + row), total - 1) // part_tokens + 1)  # those it sees
     dim = tl.arange(0, DIMS)
     peak = tl.load(sums + place * 2)  # the first part has seen something: it is finite
     mass = tl.full([], 0.0, tl.float32)
@@ -271,7 +274,10 @@ def scattered_attention(
         num_stages=shape.stages,
     )
     if split:
-        _join_kernel[(rows, heads)](partial, sums, out, parts, SOME=JOINED_AT_ONCE, **shapes, num_warps=1)
+        numbers, goes_on = (len(context), parts, part_tokens), after is not None
+        _join_kernel[(rows, heads)](
+            partial, sums, positions, out, *numbers, SOME=JOINED_AT_ONCE, GOES_ON=goes_on, **shapes, num_warps=1
+        )
     return out
 
 
@@ -312,7 +318,7 @@ class _Shape:
 
 NEAR_PARTS, NEAR_PART_TOKENS = 16, 512
 """Rows that go on from what others have done walk to their own keys in so many parts at most, none shorter."""
-JOINED_AT_ONCE = 8
+JOINED_AT_ONCE = 16
 
 
 def _choose_shape(head_dim: int, dtype: torch.dtype, queries: int, device: torch.device, *, goes_on: bool) -> _Shape:

@@ -1,0 +1,376 @@
+"""`HistoryEditor`: shortens an agent's history in batches, so that most steps extend the prompt before them exactly.
+
+Every edit makes a prefix cache compute again what lies behind it. So nothing is edited within the budget, and then
+enough is removed at once that many steps need no edit. What was removed stays removed: each call replays the whole
+history from its beginning, and the same history gives the same edits in any process. Give it the whole history each
+time, not what it returned.
+
+Removing is not forgetting: KV behind a removed span was computed with it in view. Where the model must not know it, it
+has to be computed again.
+
+>>> question = {"role": "user", "content": "Which of the files holds the bug?"}
+>>> rounds = [
+...     message
+...     for name in ("a", "b", "c")
+...     for message in (
+...         {"role": "assistant", "tool_calls": [{"id": name, "function": {"name": "read", "arguments": name}}]},
+...         {"role": "tool", "tool_call_id": name, "content": f"line of {name}\\n" * 40},
+...     )
+... ]
+>>> found = HistoryEditor(budget_tokens=300, keep_results=1).edit([question, *rounds])
+>>> [message["content"][:9] for message in found.messages if message["role"] == "tool"]
+['[an old t', '[an old t', 'line of c']
+>>> found.outcome.value, found.edit.to_dict()["ranges"][0]
+('edited', {'start': 2, 'end': 3, 'action': 'replace'})
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+from itertools import pairwise
+from typing import Any, Literal
+
+from semblend.arrange.arranger import CHARS_PER_TOKEN
+from semblend.errors import InputError
+
+Message = Mapping[str, Any]
+Role = Literal["system", "user", "assistant", "result"]
+PLACEHOLDER = "[an old tool result was here]"
+FRAME_TOKENS = 4
+"""What a chat template puts around a message, about."""
+DATA_URL_CHARS = 4_000
+_ROLES: dict[str, Role] = {
+    "system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "result",
+    "function": "result",
+}  # fmt: skip
+_REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+_REASONING_BLOCKS = ("thinking", "redacted_thinking", "reasoning")
+_CALL_BLOCKS, _RESULT_BLOCKS = ("tool_use",), ("tool_result",)
+_THOUGHT = ("<think>", "</think>")
+
+
+class EditOutcome(StrEnum):
+    """What became of a history, and why."""
+
+    WITHIN_BUDGET = "within_budget"
+    EDITED = "edited"
+    TOO_LITTLE = "too_little"
+    """It is over the budget, and what may be removed would not pay for an edit."""
+
+
+class Removed(StrEnum):
+    """What was removed of messages."""
+
+    RESULT = "result"
+    REASONING = "reasoning"
+    TURN = "turn"
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """One range of messages, half-open, and about how many tokens went. A turn is deleted, anything else replaced."""
+
+    what: Removed
+    start: int
+    end: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryEdit:
+    """What was removed since the base request, for whoever wants to tell an engine.
+
+    Ranges count the messages that the base request sent, then those that came since: its answer, tool results.
+    """
+
+    removals: tuple[Removal, ...]
+    base: str = ""
+
+    @property
+    def tokens(self) -> int:
+        return sum(one.tokens for one in self.removals)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As ``kv_transfer_params.semblend.edit`` holds it."""
+        ranges = [
+            {"start": one.start, "end": one.end, "action": "delete" if one.what is Removed.TURN else "replace"}
+            for one in self.removals
+        ]
+        return {"base": self.base, "ranges": ranges}
+
+
+@dataclass(frozen=True, slots=True)
+class EditedHistory:
+    """The messages to send, about how many tokens they have, and what was edited since the base request."""
+
+    messages: list[Any]
+    outcome: EditOutcome
+    edit: HistoryEdit
+    tokens: int
+
+
+class Mark(IntEnum):
+    """What becomes of a message; it only ever grows."""
+
+    KEPT = 0
+    LEAN = 1
+    DROPPED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class MessageFacts:
+    """What an edit depends on. ``lean_tokens``: without the reasoning, or with a placeholder for the result.
+
+    ``ids`` name the calls that an assistant's message makes, or those that a result answers.
+    """
+
+    role: Role
+    tokens: int
+    lean_tokens: int
+    ids: frozenset[str]
+
+
+def count_message_tokens(message: Message) -> int:
+    """About how many tokens a message has: a quarter of its characters, and its frame."""
+    return -(-_count_chars([value for key, value in message.items() if key != "role"]) // CHARS_PER_TOKEN) + (
+        FRAME_TOKENS
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryEditor:
+    """Edits histories of more than ``budget_tokens`` down to ``target_tokens``, half of it unless told otherwise.
+
+    An edit that would free fewer than ``at_least_tokens`` (half of the way to the target) is not made. It takes the
+    reasoning of old assistant messages, then old tool results, then, with ``drop_turns``, old turns; the oldest first,
+    and no more than needed. The system message, the first and the last turn of the user, and the last ``keep_results``
+    tool results with their calls stay as they are; of the first and the last turn only rounds of tool calls are
+    dropped. A call and its results go together. The budget is for messages: tool definitions are not counted.
+    """
+
+    budget_tokens: int = 32_000
+    target_tokens: int | None = None
+    at_least_tokens: int | None = None
+    keep_results: int = 3
+    clear_results: bool = True
+    strip_reasoning: bool = True
+    drop_turns: bool = False
+    placeholder: str = PLACEHOLDER
+    count: Callable[[Message], int] = count_message_tokens
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.target < self.budget_tokens:
+            raise InputError(
+                f"a target of {self.target} tokens is no less than the budget of {self.budget_tokens}",
+                hint="half of the budget leaves room for many steps",
+            )
+        if self.at_least < 1 or self.keep_results < 1:
+            raise InputError("at_least_tokens and keep_results are 1 or more", hint="leave them out")
+
+    @property
+    def target(self) -> int:
+        return self.budget_tokens // 2 if self.target_tokens is None else self.target_tokens
+
+    @property
+    def at_least(self) -> int:
+        if self.at_least_tokens is not None:
+            return self.at_least_tokens
+        return max(1, (self.budget_tokens - self.target) // 2)
+
+    def edit(self, messages: Sequence[Message], *, base: str = "", sent: int | None = None) -> EditedHistory:
+        """The history as it is to be sent; ``messages`` are OpenAI's and stay as they are.
+
+        ``base`` is the id of the request before this one, which had the first ``sent`` of these messages: all in front
+        of the last answer unless told otherwise.
+        """
+        marks, edit, outcome, tokens = self.decide([self.read(one) for one in messages], base=base, sent=sent)
+        kept = zip(messages, marks, strict=True)
+        edited = [self.shorten(one) if mark is Mark.LEAN else one for one, mark in kept if mark is not Mark.DROPPED]
+        return EditedHistory(edited, outcome, edit, tokens)
+
+    def read(self, message: Message) -> MessageFacts:
+        """The facts of a message."""
+        role = _read_role(message)
+        ids: set[str] = set()
+        if role == "assistant":
+            ids = {str(call.get("id")) for call in message.get("tool_calls") or ()}
+            ids |= {str(block.get("id")) for block in _find_blocks(message, _CALL_BLOCKS)}
+        elif role == "result":
+            ids = {str(block.get("tool_use_id")) for block in _find_blocks(message, _RESULT_BLOCKS)}
+            if message.get("tool_call_id") is not None:
+                ids.add(str(message["tool_call_id"]))
+        tokens, shorter = self.count(message), self.shorten(message)
+        lean = tokens if shorter is message else min(tokens, self.count(shorter))
+        return MessageFacts(role, tokens, lean, frozenset(ids))
+
+    def shorten(self, message: Message) -> Message:
+        """A result with its placeholder, an assistant's message without reasoning; the very same where nothing goes."""
+        role = _read_role(message)
+        if role == "assistant" and self.strip_reasoning:
+            return without_reasoning(message)
+        if role != "result" or not self.clear_results:
+            return message
+        blocks = _find_blocks(message, _RESULT_BLOCKS)
+        if not blocks:
+            return {**message, "content": self.placeholder}
+        content = [{**one, "content": self.placeholder} if one in blocks else one for one in message["content"]]
+        return {**message, "content": content}
+
+    def decide(
+        self, facts: Sequence[MessageFacts], *, base: str = "", sent: int | None = None
+    ) -> tuple[list[Mark], HistoryEdit, EditOutcome, int]:
+        """A mark for each message, what of it is new since the first ``sent`` messages, the outcome and the tokens.
+
+        The budget is looked at behind every message, as if each were the end of a prompt. So whatever was sent, the
+        edits made for it are made again here, before those that came later.
+        """
+        if sent is None:
+            answers = [at for at, one in enumerate(facts) if one.role == "assistant"]
+            sent = answers[-1] if answers else 0
+        if not 0 <= sent <= len(facts):
+            raise InputError(f"sent={sent} of {len(facts)} messages", hint="how many of them the base request had")
+        marks: list[Mark] = []
+        before: list[Mark] = []
+        total = 0
+        for end, one in enumerate(facts, 1):
+            steps = self._count_steps(total)
+            marks.append(Mark.KEPT)
+            total += one.tokens
+            # A history that cannot be shortened enough is tried again when it has grown by what an edit must free.
+            if self._count_steps(total) > max(steps, -1):
+                freed = self._find_removals(facts[:end], marks, total)
+                if sum(_measure(facts[at], marks[at], mark) for at, mark in freed.items()) >= self.at_least:
+                    total -= sum(_measure(facts[at], marks[at], mark) for at, mark in freed.items())
+                    for at, mark in freed.items():
+                        marks[at] = mark
+            if end == sent:
+                before = marks.copy()
+        before += [Mark.KEPT] * (len(marks) - len(before))
+        removals = tuple(_list_removals(facts, before, marks))
+        if removals:
+            outcome = EditOutcome.EDITED
+        else:
+            outcome = EditOutcome.WITHIN_BUDGET if total <= self.budget_tokens else EditOutcome.TOO_LITTLE
+        return marks, HistoryEdit(removals, base), outcome, total
+
+    def _count_steps(self, total: int) -> int:
+        """How often a history has grown by what an edit must free, beyond its budget; below 0 within it."""
+        return (total - self.budget_tokens - 1) // self.at_least
+
+    def _find_removals(self, facts: Sequence[MessageFacts], marks: Sequence[Mark], total: int) -> dict[int, Mark]:
+        """The messages that an edit would change, as few as bring the history to its target."""
+        rounds = _find_rounds(facts)
+        results = [at for at, one in enumerate(facts) if one.role == "result"]
+        kept = {*results[-self.keep_results :], *rounds[-1]}
+        free = [one for one in rounds if kept.isdisjoint(one)]
+        talk = [[at] for one in free for at in one if facts[at].role == "assistant"]
+        cleared = [[at] for at in results if at not in kept]
+        found: dict[int, Mark] = {}
+        units = [(unit, Mark.LEAN) for unit in (*talk, *cleared)]
+        if self.drop_turns:
+            units += [(unit, Mark.DROPPED) for unit in _find_droppable(facts, rounds, kept)]
+        for unit, mark in units:
+            if total <= self.target:
+                break
+            for at in unit:
+                now = found.get(at, marks[at])
+                freed = _measure(facts[at], now, mark)
+                if now < mark and (freed or mark is Mark.DROPPED):
+                    found[at], total = mark, total - freed
+        return found
+
+
+def _measure(facts: MessageFacts, now: Mark, then: Mark) -> int:
+    """The tokens that go when a message's mark changes."""
+    sizes = {Mark.KEPT: facts.tokens, Mark.LEAN: facts.lean_tokens, Mark.DROPPED: 0}
+    return sizes[now] - sizes[then]
+
+
+def _find_rounds(facts: Sequence[MessageFacts]) -> list[range]:
+    """Messages that stay together: an assistant's with the results behind it; any other is alone."""
+    alone = ("system", "user")  # a result behind one of these has lost its call
+    starts = [at for at, one in enumerate(facts) if one.role != "result" or at == 0 or facts[at - 1].role in alone]
+    return [range(start, end) for start, end in pairwise([*starts, len(facts)])]
+
+
+def _find_droppable(facts: Sequence[MessageFacts], rounds: Sequence[range], kept: set[int]) -> Iterator[list[int]]:
+    """Old turns of the user, and rounds of tool calls where a turn has to stay; oldest first."""
+    turns: list[list[range]] = [[]]
+    for one in rounds:
+        if facts[one[0]].role == "user":
+            turns.append([])
+        turns[-1].append(one)
+    for number, turn in enumerate(turns):
+        spoken = [one for one in turn if facts[one[0]].role != "system"]
+        whole = [one for one in spoken if kept.isdisjoint(one) and _is_whole(facts, one)]
+        if 1 < number < len(turns) - 1 and len(whole) == len(spoken):
+            yield [at for one in spoken for at in one]
+        else:
+            yield from (list(one) for one in whole if len(one) > 1)
+
+
+def _is_whole(facts: Sequence[MessageFacts], one: range) -> bool:
+    """Whether a round holds the results of all its calls, and no others."""
+    calls, results = facts[one[0]], [facts[at] for at in one[1:]]
+    return calls.role != "result" and calls.ids == frozenset().union(*(result.ids for result in results))
+
+
+def _list_removals(facts: Sequence[MessageFacts], before: Sequence[Mark], after: Sequence[Mark]) -> Iterator[Removal]:
+    """What changed between two states, in places of the first, with neighbours in one range."""
+    place, open_one = 0, None
+    for one, old, new in zip(facts, before, after, strict=True):
+        if old is Mark.DROPPED:
+            continue
+        if new > old:
+            what = Removed.TURN if new is Mark.DROPPED else Removed.RESULT if one.role == "result" else (
+                Removed.REASONING
+            )  # fmt: skip
+            if open_one is not None and open_one.what is what and open_one.end == place:
+                open_one = Removal(what, open_one.start, place + 1, open_one.tokens + _measure(one, old, new))
+            else:
+                if open_one is not None:
+                    yield open_one
+                open_one = Removal(what, place, place + 1, _measure(one, old, new))
+        place += 1
+    if open_one is not None:
+        yield open_one
+
+
+def without_reasoning(message: Message) -> Message:
+    """An assistant's message without what it thought; the very same where there is none, or nothing else."""
+    short = {key: value for key, value in message.items() if key not in _REASONING_FIELDS}
+    content = message.get("content")
+    if isinstance(content, str) and content.lstrip().startswith(_THOUGHT[0]) and _THOUGHT[1] in content:
+        short["content"] = content.split(_THOUGHT[1], 1)[1].lstrip()
+    elif thoughts := _find_blocks(message, _REASONING_BLOCKS):
+        short["content"] = [one for one in message["content"] if one not in thoughts]
+    if short.get("content") is content and len(short) == len(message):
+        return message
+    return short if short.get("content") or short.get("tool_calls") else message
+
+
+def _read_role(message: Message) -> Role:
+    role = _ROLES.get(str(message.get("role"))) if isinstance(message, Mapping) else None
+    if role is None:
+        raise InputError("a message without a role that is known", hint="chat messages: " + ", ".join(_ROLES))
+    return "result" if role == "user" and _find_blocks(message, _RESULT_BLOCKS) else role
+
+
+def _find_blocks(message: Message, kinds: Sequence[str]) -> list[Mapping[str, Any]]:
+    """The parts of a message's content that are of these types."""
+    content = message.get("content")
+    blocks = content if isinstance(content, list) else ()
+    return [one for one in blocks if isinstance(one, Mapping) and one.get("type") in kinds]
+
+
+def _count_chars(value: Any) -> int:
+    """Characters of all texts in a value; of a picture in a URL as many as its tokens may be worth."""
+    if isinstance(value, str):
+        return min(len(value), DATA_URL_CHARS) if value.startswith("data:") else len(value)
+    if isinstance(value, Mapping):
+        return sum(len(str(key)) + _count_chars(one) for key, one in value.items())
+    if isinstance(value, list | tuple):
+        return sum(map(_count_chars, value))
+    return 0 if value is None else len(str(value))

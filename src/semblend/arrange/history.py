@@ -238,7 +238,7 @@ class HistoryEditor:
             steps = self._count_steps(total)
             marks.append(Mark.KEPT)
             total += one.tokens
-            # A history that cannot be shortened enough is tried again when it has grown by what an edit must free.
+            # A history that cannot be shortened enough is tried again when it has grown, not at every message.
             if self._count_steps(total) > max(steps, -1):
                 freed = self._find_removals(facts[:end], marks, total)
                 if sum(_measure(facts[at], marks[at], mark) for at, mark in freed.items()) >= self.at_least:
@@ -256,8 +256,8 @@ class HistoryEditor:
         return marks, HistoryEdit(removals, base), outcome, total
 
     def _count_steps(self, total: int) -> int:
-        """How often a history has grown by what an edit must free, beyond its budget; below 0 within it."""
-        return (total - self.budget_tokens - 1) // self.at_least
+        """How often a history has grown by a quarter of what an edit must free, beyond its budget; below 0 within."""
+        return (total - self.budget_tokens - 1) // max(1, self.at_least // 4)
 
     def _find_removals(self, facts: Sequence[MessageFacts], marks: Sequence[Mark], total: int) -> dict[int, Mark]:
         """The messages that an edit would change, as few as bring the history to its target."""
@@ -308,7 +308,7 @@ def _find_droppable(facts: Sequence[MessageFacts], rounds: Sequence[range], kept
         if 1 < number < len(turns) - 1 and len(whole) == len(spoken):
             yield [at for one in spoken for at in one]
         else:
-            yield from (list(one) for one in whole if len(one) > 1)
+            yield from (list(one) for one in whole if len(one) > 1 and one != turn[-1])
 
 
 def _is_whole(facts: Sequence[MessageFacts], one: range) -> bool:

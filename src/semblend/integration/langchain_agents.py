@@ -18,7 +18,7 @@ try:
     from langchain_core.messages import AIMessage, AnyMessage, ToolMessage
 except ImportError:
     raise MissingDependencyError(
-        "the agent middleware needs langchain 1.0 or later", hint="pip install 'semblend-suite[langchain-agents]'"
+        "the agent middleware needs langchain 1.1 or later", hint="pip install 'semblend-suite[langchain-agents]'"
     ) from None
 
 _ROLES = {"human": "user", "ai": "assistant", "tool": "tool", "system": "system", "function": "function"}
@@ -52,16 +52,18 @@ class EditHistory(AgentMiddleware):
 
     def shorten(self, request: ModelRequest) -> ModelRequest:
         """The request with the messages that are to be sent; the very same where nothing was ever removed."""
-        answers = [one for one in request.messages if isinstance(one, AIMessage)]
+        system = request.system_message
+        whole = [*([] if system is None else [system]), *request.messages]
+        answers = [one for one in whole if isinstance(one, AIMessage)]
         base = str(answers[-1].response_metadata.get("id") or "") if answers else ""
-        plain = [_to_plain(one) for one in request.messages]
+        plain = [_to_plain(one) for one in whole]
         marks, edit, _, _ = self.editor.decide([self.editor.read(one) for one in plain], base=base)
         if not any(marks):
             return request
         messages = [
             self._shorten(message, one) if mark is Mark.LEAN else message
-            for message, one, mark in zip(request.messages, plain, marks, strict=True)
-            if mark is not Mark.DROPPED
+            for message, one, mark in zip(whole, plain, marks, strict=True)
+            if mark is not Mark.DROPPED and message is not system
         ]
         if edit.removals and self._on_edit is not None:
             self._on_edit(edit)

@@ -41,7 +41,7 @@ PLACEHOLDER = "[an old tool result was here]"
 FRAME_TOKENS = 4
 """What a chat template puts around a message, about."""
 DATA_URL_CHARS = 4_000
-_ROLES: dict[str, Role] = {
+ROLES: dict[str, Role] = {
     "system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "result",
     "function": "result",
 }  # fmt: skip
@@ -186,16 +186,19 @@ class HistoryEditor:
         of the last answer unless told otherwise.
         """
         marks, edit, outcome, tokens = self.decide([self.read(one) for one in messages], base=base, sent=sent)
-        kept = zip(messages, marks, strict=True)
-        edited = [self.shorten(one) if mark is Mark.LEAN else one for one, mark in kept if mark is not Mark.DROPPED]
-        return EditedHistory(edited, outcome, edit, tokens)
+        return EditedHistory(self.apply(marks, messages), outcome, edit, tokens)
+
+    def apply(self, marks: Sequence[Mark], messages: Sequence[Message]) -> list[Message]:
+        """The messages as their marks want them."""
+        kept = zip(marks, messages, strict=True)
+        return [self.shorten(one) if mark is Mark.LEAN else one for mark, one in kept if mark is not Mark.DROPPED]
 
     def read(self, message: Message) -> MessageFacts:
         """The facts of a message."""
         role = _read_role(message)
         ids: set[str] = set()
         if role == "assistant":
-            ids = {str(call.get("id")) for call in message.get("tool_calls") or ()}
+            ids = {str(call.get("id")) for call in list_calls(message)}
             ids |= {str(block.get("id")) for block in _find_blocks(message, _CALL_BLOCKS)}
         elif role == "result":
             ids = {str(block.get("tool_use_id")) for block in _find_blocks(message, _RESULT_BLOCKS)}
@@ -352,10 +355,16 @@ def without_reasoning(message: Message) -> Message:
 
 
 def _read_role(message: Message) -> Role:
-    role = _ROLES.get(str(message.get("role"))) if isinstance(message, Mapping) else None
+    role = ROLES.get(str(message.get("role"))) if isinstance(message, Mapping) else None
     if role is None:
-        raise InputError("a message without a role that is known", hint="chat messages: " + ", ".join(_ROLES))
+        raise InputError("a message without a role that is known", hint="chat messages: " + ", ".join(ROLES))
     return "result" if role == "user" and _find_blocks(message, _RESULT_BLOCKS) else role
+
+
+def list_calls(message: Message) -> list[Mapping[str, Any]]:
+    """The tool calls of an assistant's message."""
+    calls = message.get("tool_calls")
+    return [one for one in calls if isinstance(one, Mapping)] if isinstance(calls, list) else []
 
 
 def _find_blocks(message: Message, kinds: Sequence[str]) -> list[Mapping[str, Any]]:

@@ -252,10 +252,11 @@ def describe_history(history: Mapping[str, Any]) -> str:
     """What a reader has to know beside the rows of `list_history`."""
     worst = history["worst"][0]
     changed = format_plural(worst["messages"], "message")
+    edits, talks = format_plural(history["edits"], "edit"), format_plural(history["conversations"], "conversation")
     return (
-        f"{format_plural(history['edits'], 'edit')} in {format_plural(history['conversations'], 'conversation')}; the "
-        f"dearest in line {worst['line']}: {worst['tokens']:,} tokens behind {changed} removed or replaced. In batches: "
-        f"{history['edits_in_batches']:,}, each when a history is longer than the longest prompt so far, down to half."
+        f"{edits} in {talks}; the dearest in line {worst['line']}: {worst['tokens']:,} tokens behind {changed} removed "
+        f"or replaced. Batches make it {history['edits_in_batches']:,}: each when a history grows longer than the "
+        "longest prompt so far, and down to half of that."
     )
 
 

@@ -121,15 +121,19 @@ class HistoryEdits:
             places = talk.find_places(keys)
             earlier = set(talk.last)
             kept = [at for at in range(shared, len(keys)) if places[at] is not None and keys[at] in earlier]
-            if not {keys[at] for at in kept} & set(talk.last[-RECENT:]):
-                kept = []  # an edit keeps what was said last; another run of the same task does not
+            still = {name for at in range(shared, len(keys)) if places[at] is not None for name in keys[at]}
+            recent = [not still.isdisjoint(names) for names in talk.last[shared:][-RECENT:]]
+            if 2 * sum(recent) < len(recent):
+                kept = []  # an edit keeps most of what was said last; another run of the same task does not
             rules = next((at for at, one in enumerate(messages) if one.get("role") not in SYSTEM), 0)
-            if shared < rules or (not kept and 2 * sum(sizes[:shared]) < sum(sizes)):
-                talk, start = _Conversation(), 0  # other instructions, or only the same beginning
-            else:
+            if kept and shared >= rules:
                 last, start = max((place, at + 1) for at, place in enumerate(places) if place is not None)
-                del talk.messages[last + 1 :], talk.keys[last + 1 :], talk.facts[last + 1 :]
                 cost = self._measure(messages, shared, kept, sent, hit)
+            elif 2 * sum(sizes[rules:shared]) >= sum(sizes[rules:]):
+                last = places[shared - 1] or 0  # it was answered anew from there
+            else:
+                talk, last, start = _Conversation(), 0, 0
+            del talk.messages[last + 1 :], talk.keys[last + 1 :], talk.facts[last + 1 :]
         if cost:
             self._note(logged, cost, len(talk.last) - shared - len(kept))
             if talk.editor is None:

@@ -168,7 +168,7 @@ def test_every_edit_frees_what_makes_it_worth_while(history, editor):
     size = 0
     for end in range(1, len(history) + 1):
         found = editor.edit(history[:end], sent=size)
-        assert not found.edit.removals or found.edit.tokens >= editor.at_least
+        assert not found.edit.removals or found.edit.tokens >= editor.at_least_tokens
         size = end
 
 
@@ -243,7 +243,7 @@ def test_messages_that_are_no_chat_are_refused(history):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"target_tokens": 50}, {"target_tokens": -1}, {"keep_results": 0}, {"at_least_tokens": 0}]
+    "wrong", [{"target_tokens": 50}, {"target_tokens": -1}, {"keep_results": 0}, {"at_least_tokens": -1}]
 )
 def test_limits_that_make_no_sense_are_refused(wrong):
     with pytest.raises(InputError):

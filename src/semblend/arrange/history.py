@@ -131,19 +131,22 @@ class MessageFacts:
     lean_tokens: int
     ids: frozenset[str]
 
+    def count(self, mark: Mark) -> int:
+        """Tokens that are left of it."""
+        return (self.tokens, self.lean_tokens, 0)[mark]
+
 
 def count_message_tokens(message: Message) -> int:
     """About how many tokens a message has: a quarter of its characters, and its frame."""
-    return -(-_count_chars([value for key, value in message.items() if key != "role"]) // CHARS_PER_TOKEN) + (
-        FRAME_TOKENS
-    )
+    chars = _count_chars([value for key, value in message.items() if key != "role"])
+    return -(-chars // CHARS_PER_TOKEN) + FRAME_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
 class HistoryEditor:
     """Edits histories of more than ``budget_tokens`` down to ``target_tokens``, half of it unless told otherwise.
 
-    An edit that would free fewer than ``at_least_tokens`` (half of the way to the target) is not made. It takes the
+    An edit that would free fewer than ``at_least_tokens``, half of the way unless told otherwise, is not made. It takes the
     reasoning of old assistant messages, then old tool results, then, with ``drop_turns``, old turns; the oldest first,
     and no more than needed. The system message, the first and the last turn of the user, and the last ``keep_results``
     tool results with their calls stay as they are; of the first and the last turn only rounds of tool calls are
@@ -151,8 +154,8 @@ class HistoryEditor:
     """
 
     budget_tokens: int = 32_000
-    target_tokens: int | None = None
-    at_least_tokens: int | None = None
+    target_tokens: int = 0
+    at_least_tokens: int = 0
     keep_results: int = 3
     clear_results: bool = True
     strip_reasoning: bool = True
@@ -161,23 +164,12 @@ class HistoryEditor:
     count: Callable[[Message], int] = count_message_tokens
 
     def __post_init__(self) -> None:
-        if not 0 <= self.target < self.budget_tokens:
-            raise InputError(
-                f"a target of {self.target} tokens is no less than the budget of {self.budget_tokens}",
-                hint="half of the budget leaves room for many steps",
-            )
-        if self.at_least < 1 or self.keep_results < 1:
-            raise InputError("at_least_tokens and keep_results are 1 or more", hint="leave them out")
-
-    @property
-    def target(self) -> int:
-        return self.budget_tokens // 2 if self.target_tokens is None else self.target_tokens
-
-    @property
-    def at_least(self) -> int:
-        if self.at_least_tokens is not None:
-            return self.at_least_tokens
-        return max(1, (self.budget_tokens - self.target) // 2)
+        target = self.target_tokens or self.budget_tokens // 2
+        object.__setattr__(self, "target_tokens", target)
+        object.__setattr__(self, "at_least_tokens", self.at_least_tokens or max(1, (self.budget_tokens - target) // 2))
+        if not 0 < target < self.budget_tokens or self.at_least_tokens < 1 or self.keep_results < 1:
+            hint = "a target below the budget; at_least_tokens and keep_results of 1 or more"
+            raise InputError(f"an editor cannot bring {self.budget_tokens} tokens down to {target}", hint=hint)
 
     def edit(self, messages: Sequence[Message], *, base: str = "", sent: int | None = None) -> EditedHistory:
         """The history as it is to be sent; ``messages`` are OpenAI's and stay as they are.
@@ -243,24 +235,21 @@ class HistoryEditor:
             total += one.tokens
             # A history that cannot be shortened enough is tried again when it has grown, not at every message.
             if self._count_steps(total) > max(steps, -1):
-                freed = self._find_removals(facts[:end], marks, total)
-                if sum(_measure(facts[at], marks[at], mark) for at, mark in freed.items()) >= self.at_least:
-                    total -= sum(_measure(facts[at], marks[at], mark) for at, mark in freed.items())
-                    for at, mark in freed.items():
-                        marks[at] = mark
+                found = self._find_removals(facts[:end], marks, total)
+                freed = sum(facts[at].count(marks[at]) - facts[at].count(mark) for at, mark in found.items())
+                if freed >= self.at_least_tokens:
+                    total -= freed
+                    marks = [found.get(at, mark) for at, mark in enumerate(marks)]
             if end == sent:
                 before = marks.copy()
         before += [Mark.KEPT] * (len(marks) - len(before))
         removals = tuple(_list_removals(facts, before, marks))
-        if removals:
-            outcome = EditOutcome.EDITED
-        else:
-            outcome = EditOutcome.WITHIN_BUDGET if total <= self.budget_tokens else EditOutcome.TOO_LITTLE
-        return marks, HistoryEdit(removals, base), outcome, total
+        over = EditOutcome.TOO_LITTLE if total > self.budget_tokens else EditOutcome.WITHIN_BUDGET
+        return marks, HistoryEdit(removals, base), EditOutcome.EDITED if removals else over, total
 
     def _count_steps(self, total: int) -> int:
         """How often a history has grown by a quarter of what an edit must free, beyond its budget; below 0 within."""
-        return (total - self.budget_tokens - 1) // max(1, self.at_least // 4)
+        return (total - self.budget_tokens - 1) // max(1, self.at_least_tokens // 4)
 
     def _find_removals(self, facts: Sequence[MessageFacts], marks: Sequence[Mark], total: int) -> dict[int, Mark]:
         """The messages that an edit would change, as few as bring the history to its target."""
@@ -275,20 +264,14 @@ class HistoryEditor:
         if self.drop_turns:
             units += [(unit, Mark.DROPPED) for unit in _find_droppable(facts, rounds, kept)]
         for unit, mark in units:
-            if total <= self.target:
+            if total <= self.target_tokens:
                 break
             for at in unit:
                 now = found.get(at, marks[at])
-                freed = _measure(facts[at], now, mark)
+                freed = facts[at].count(now) - facts[at].count(mark)
                 if now < mark and (freed or mark is Mark.DROPPED):
                     found[at], total = mark, total - freed
         return found
-
-
-def _measure(facts: MessageFacts, now: Mark, then: Mark) -> int:
-    """The tokens that go when a message's mark changes."""
-    sizes = {Mark.KEPT: facts.tokens, Mark.LEAN: facts.lean_tokens, Mark.DROPPED: 0}
-    return sizes[now] - sizes[then]
 
 
 def _find_rounds(facts: Sequence[MessageFacts]) -> list[range]:
@@ -320,25 +303,20 @@ def _is_whole(facts: Sequence[MessageFacts], one: range) -> bool:
     return calls.role != "result" and calls.ids == frozenset().union(*(result.ids for result in results))
 
 
-def _list_removals(facts: Sequence[MessageFacts], before: Sequence[Mark], after: Sequence[Mark]) -> Iterator[Removal]:
+def _list_removals(facts: Sequence[MessageFacts], before: Sequence[Mark], after: Sequence[Mark]) -> list[Removal]:
     """What changed between two states, in places of the first, with neighbours in one range."""
-    place, open_one = 0, None
+    found: list[Removal] = []
+    place = 0
     for one, old, new in zip(facts, before, after, strict=True):
-        if old is Mark.DROPPED:
-            continue
         if new > old:
-            what = Removed.TURN if new is Mark.DROPPED else Removed.RESULT if one.role == "result" else (
-                Removed.REASONING
-            )  # fmt: skip
-            if open_one is not None and open_one.what is what and open_one.end == place:
-                open_one = Removal(what, open_one.start, place + 1, open_one.tokens + _measure(one, old, new))
-            else:
-                if open_one is not None:
-                    yield open_one
-                open_one = Removal(what, place, place + 1, _measure(one, old, new))
-        place += 1
-    if open_one is not None:
-        yield open_one
+            kind = Removed.RESULT if one.role == "result" else Removed.REASONING
+            what = Removed.TURN if new is Mark.DROPPED else kind
+            start, freed = place, one.count(old) - one.count(new)
+            if found and (found[-1].what, found[-1].end) == (what, place):
+                start, freed = found[-1].start, freed + found.pop().tokens
+            found.append(Removal(what, start, place + 1, freed))
+        place += old is not Mark.DROPPED
+    return found
 
 
 def without_reasoning(message: Message) -> Message:

@@ -248,15 +248,17 @@ def list_history(answer: Mapping[str, Any], write_share: Callable[[float], str])
     ]
 
 
-def describe_history(history: Mapping[str, Any]) -> str:
+def describe_history(answer: Mapping[str, Any]) -> str:
     """What a reader has to know beside the rows of `list_history`."""
-    worst = history["worst"][0]
+    history, given = answer["history"], answer["options"]["history_tokens"]
+    budget = f"{given:,} tokens" if given else "the longest prompt so far"
+    worst = history["dearest"]
     changed = format_plural(worst["messages"], "message")
     edits, talks = format_plural(history["edits"], "edit"), format_plural(history["conversations"], "conversation")
     return (
         f"{edits} in {talks}; the dearest in line {worst['line']}: {worst['tokens']:,} tokens behind {changed} removed "
-        f"or replaced. Batches make it {history['edits_in_batches']:,}: each when a history grows longer than the "
-        "longest prompt so far, and down to half of that."
+        f"or replaced. Batches make it {history['edits_in_batches']:,}: each where a history exceeds {budget}, and down "
+        "to half of that."
     )
 
 

@@ -4,8 +4,8 @@ A prompt edits its history where it leaves its conversation's last prompt before
 it: tool results became placeholders, turns are gone, a summary stands in place of both. What a prefix cache would have
 hit of them without the edit is its cost. A conversation is found by the messages that it shares, under one namespace.
 
-The counterfactual sends the whole history, as far as the log shows it, edited by `HistoryEditor`'s rule. The budget is
-the longest prompt of the log before the conversation's first edit.
+The counterfactual sends the whole history, as far as the log shows it, edited by `HistoryEditor`'s rule. Its budget is
+given, or the longest prompt of the log before the conversation's first edit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from semblend.text.logs import LoggedPrompt
 MAX_BYTES = 64_000_000
 """Of messages that are remembered; then the conversations that rested longest are forgotten."""
 MESSAGE_BYTES = 400
-WORST_EDITS = 20
 RECENT = 4
 SYSTEM = ("system", "developer")
 Sent = tuple[TokenArray, KeyArray, int]
@@ -70,14 +69,15 @@ class HistoryEdits:
         *,
         cache_tokens: int,
         block_tokens: int,
+        budget_tokens: int = 0,
     ) -> None:
-        self._encode, self._count, self._block_tokens = encode, count, block_tokens
+        self._encode, self._count, self._block_tokens, self._budget = encode, count, block_tokens, budget_tokens
         self._cache = PrefixCache([max(1, cache_tokens // block_tokens)])
         self._held: OrderedDict[_Conversation, None] = OrderedDict()
         self._index: dict[tuple[Namespace, str], _Conversation] = {}
         self._size = self._longest = self._edits = self._conversations = self._batched = 0
         self._tokens: Counter[str] = Counter()
-        self._worst: list[dict[str, Any]] = []
+        self._dearest: dict[str, Any] = {}
 
     def add(self, logged: LoggedPrompt, namespace: Namespace, sent: Sent, hit: int, saved: Mapping[str, int]) -> int:
         """Count a prompt of which ``hit`` tokens were cached; returns the tokens that its edit cost, 0 for none.
@@ -106,7 +106,7 @@ class HistoryEdits:
             "conversations": self._conversations,
             "edits_in_batches": self._batched,
             "tokens": {name: count for name, count in self._tokens.items() if count} if self._edits else {},
-            "worst": self._worst,
+            "dearest": self._dearest,
         }
 
     def _follow(self, logged: LoggedPrompt, namespace: Namespace, sent: Sent, hit: int) -> tuple[_Conversation, int]:
@@ -135,10 +135,13 @@ class HistoryEdits:
                 talk, last, start = _Conversation(), 0, 0
             del talk.messages[last + 1 :], talk.keys[last + 1 :], talk.facts[last + 1 :]
         if cost:
-            self._note(logged, cost, len(talk.last) - shared - len(kept))
+            self._edits += 1
+            if cost > self._dearest.get("tokens", 0):
+                changed = len(talk.last) - shared - len(kept)
+                self._dearest = {"line": logged.line, "tokens": cost, "messages": changed}
             if talk.editor is None:
                 self._conversations += 1
-                talk.editor = HistoryEditor(budget_tokens=max(2, self._longest), drop_turns=True, count=self._count)
+                talk.editor = HistoryEditor(max(2, self._budget or self._longest), drop_turns=True, count=self._count)
         talk.messages += messages[start:]
         talk.keys += keys[start:]
         talk.last = keys
@@ -164,11 +167,6 @@ class HistoryEdits:
         if hit + 2 * self._block_tokens < before:
             return 0
         return max(0, min(held, before + held - hit))
-
-    def _note(self, logged: LoggedPrompt, cost: int, changed: int) -> None:
-        self._edits += 1
-        one = {"line": logged.line, "request_id": logged.request_id, "tokens": cost, "messages": changed}
-        self._worst = sorted([*self._worst, one], key=lambda edit: -edit["tokens"])[:WORST_EDITS]
 
     def _hold(
         self, talk: _Conversation, namespace: Namespace, messages: Sequence[Message], keys: Sequence[Keys], size: int

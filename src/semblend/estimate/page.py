@@ -197,7 +197,7 @@ def _render_history(answer: Mapping[str, Any]) -> str:
     if not rows:
         return ""
     shown = render_table(("edits", "tokens", "of all", "prefill s", answer["rates"]["currency"]), rows)
-    return f'<h2 id="history">Edits of histories</h2>{shown}<p>{escape(describe_history(answer["history"]))}</p>'
+    return f'<h2 id="history">Edits of histories</h2>{shown}<p>{escape(describe_history(answer))}</p>'
 
 
 def _render_breaks(breaks: Mapping[str, Any]) -> str:

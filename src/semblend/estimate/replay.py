@@ -270,7 +270,10 @@ _Sent = tuple[TokenArray, KeyArray, int]
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """How to replay. Sizes are in tokens of KV; ``factors`` are how many times the memory the last rows have."""
+    """How to replay. Sizes are in tokens of KV; ``factors`` are how many times the memory the last rows have.
+
+    ``history_tokens``: agents' histories are edited in batches beyond that; 0 for the longest prompt so far.
+    """
 
     cache_tokens: int = 700_000
     donor_tokens: int = 700_000
@@ -280,6 +283,7 @@ class ReplayOptions:
     max_donors: int = 1 << 30
     pass_tokens: int = PASS_TOKENS
     redacted: bool = False
+    history_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.block_tokens < 1 or self.cache_tokens < self.block_tokens or self.donor_tokens < 1:
@@ -357,6 +361,7 @@ class Replay:
             lambda message: len(self.tokens.encode(list_chat_parts([message]))),
             cache_tokens=options.cache_tokens,
             block_tokens=options.block_tokens,
+            budget_tokens=options.history_tokens,
         )
 
     def _make_reuse(self, mode: Any, factor: int) -> AnyOffsetReplay:

@@ -100,6 +100,13 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
         help="reuse at an offset only what saves more than N tokens (default: 600, what a pass costs on an H200)",
     )
     parser.add_argument("--max-bytes", type=parse_count, metavar="N", help="--donor-tokens in bytes of the donor store")
+    parser.add_argument(
+        "--history-tokens",
+        type=parse_count,
+        default=0,
+        metavar="N",
+        help="edit an agent's history in batches when it has more than N tokens (default: the longest prompt so far)",
+    )
 
 
 def _add_rates(parser: argparse.ArgumentParser) -> None:
@@ -231,6 +238,7 @@ def _choose_options(args: argparse.Namespace, kv_bytes: int) -> ReplayOptions:
         factors=args.more_memory,
         splitter=args.passages,
         redacted=args.redact,
+        history_tokens=args.history_tokens,
         **{name: value for name, value in given.items() if value is not None},
     )
 
@@ -389,7 +397,7 @@ def _render_history(answer: dict[str, Any]) -> str:
     if not rows:
         return ""
     head = ("edits of histories", "tokens", "of all", "prefill s", answer["rates"]["currency"])
-    return f"{table(rows, head=head, right=(1, 2, 3, 4))}\n{describe_history(answer['history'])}"
+    return f"{table(rows, head=head, right=(1, 2, 3, 4))}\n{describe_history(answer)}"
 
 
 def _render_breaks(breaks: dict[str, Any]) -> str:

@@ -24,7 +24,7 @@ from semblend.arrange.groups import (
     arrange_messages,
     arrange_parts,
 )
-from semblend.arrange.history import EditedHistory, EditOutcome, HistoryEdit, HistoryEditor, Removal, Removed
+from semblend.arrange.history import EditedHistory, EditOutcome, HistoryEdit, HistoryEditor
 from semblend.arrange.hygiene import VolatileField, find_volatile_fields, move_to_end
 from semblend.arrange.marks import PassageGroup
 from semblend.arrange.memory import Sent
@@ -49,8 +49,6 @@ __all__ = [
     "OrderLimits",
     "PassageGroup",
     "Reference",
-    "Removal",
-    "Removed",
     "Sent",
     "VolatileField",
     "arrange_messages",

@@ -7,21 +7,6 @@ time, not what it returned.
 
 Removing is not forgetting: KV behind a removed span was computed with it in view. Where the model must not know it, it
 has to be computed again.
-
->>> question = {"role": "user", "content": "Which of the files holds the bug?"}
->>> rounds = [
-...     message
-...     for name in ("a", "b", "c")
-...     for message in (
-...         {"role": "assistant", "tool_calls": [{"id": name, "function": {"name": "read", "arguments": name}}]},
-...         {"role": "tool", "tool_call_id": name, "content": f"line of {name}\\n" * 40},
-...     )
-... ]
->>> found = HistoryEditor(budget_tokens=300, keep_results=1).edit([question, *rounds])
->>> [message["content"][:9] for message in found.messages if message["role"] == "tool"]
-['[an old t', '[an old t', 'line of c']
->>> found.outcome.value, found.edit.to_dict()["ranges"][0]
-('edited', {'start': 2, 'end': 3, 'action': 'replace'})
 """
 
 from __future__ import annotations
@@ -30,21 +15,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 from semblend.arrange.arranger import CHARS_PER_TOKEN
 from semblend.errors import InputError
 
 Message = Mapping[str, Any]
-Role = Literal["system", "user", "assistant", "result"]
 PLACEHOLDER = "[an old tool result was here]"
-FRAME_TOKENS = 4
-"""What a chat template puts around a message, about."""
+FRAME_TOKENS = 4  # what a chat template puts around a message, about
 DATA_URL_CHARS = 4_000
-ROLES: dict[str, Role] = {
-    "system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "result",
-    "function": "result",
-}  # fmt: skip
+ROLES = {name: name for name in ("system", "user", "assistant")}
+ROLES |= {"developer": "system", "tool": "result", "function": "result"}
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 _REASONING_BLOCKS = ("thinking", "redacted_thinking", "reasoning")
 _CALL_BLOCKS, _RESULT_BLOCKS = ("tool_use",), ("tool_result",)
@@ -94,11 +75,9 @@ class HistoryEdit:
 
     def to_dict(self) -> dict[str, Any]:
         """As ``kv_transfer_params.semblend.edit`` holds it."""
-        ranges = [
-            {"start": one.start, "end": one.end, "action": "delete" if one.what is Removed.TURN else "replace"}
-            for one in self.removals
-        ]
-        return {"base": self.base, "ranges": ranges}
+        actions = ["delete" if one.what is Removed.TURN else "replace" for one in self.removals]
+        places = zip(self.removals, actions, strict=True)
+        return {"base": self.base, "ranges": [{"start": a.start, "end": a.end, "action": b} for a, b in places]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +105,7 @@ class MessageFacts:
     ``ids`` name the calls that an assistant's message makes, or those that a result answers.
     """
 
-    role: Role
+    role: str
     tokens: int
     lean_tokens: int
     ids: frozenset[str]
@@ -146,7 +125,7 @@ def count_message_tokens(message: Message) -> int:
 class HistoryEditor:
     """Edits histories of more than ``budget_tokens`` down to ``target_tokens``, half of it unless told otherwise.
 
-    An edit that would free fewer than ``at_least_tokens``, half of the way unless told otherwise, is not made. It takes the
+    An edit that would free fewer than ``at_least_tokens``, half of the way by default, is not made. It takes the
     reasoning of old assistant messages, then old tool results, then, with ``drop_turns``, old turns; the oldest first,
     and no more than needed. The system message, the first and the last turn of the user, and the last ``keep_results``
     tool results with their calls stay as they are; of the first and the last turn only rounds of tool calls are
@@ -207,11 +186,10 @@ class HistoryEditor:
             return without_reasoning(message)
         if role != "result" or not self.clear_results:
             return message
-        blocks = _find_blocks(message, _RESULT_BLOCKS)
-        if not blocks:
-            return {**message, "content": self.placeholder}
-        content = [{**one, "content": self.placeholder} if one in blocks else one for one in message["content"]]
-        return {**message, "content": content}
+        if blocks := _find_blocks(message, _RESULT_BLOCKS):
+            content = [one | {"content": self.placeholder} if one in blocks else one for one in message["content"]]
+            return {**message, "content": content}
+        return {**message, "content": self.placeholder}
 
     def decide(
         self, facts: Sequence[MessageFacts], *, base: str = "", sent: int | None = None
@@ -222,13 +200,8 @@ class HistoryEditor:
         edits made for it are made again here, before those that came later.
         """
         if sent is None:
-            answers = [at for at, one in enumerate(facts) if one.role == "assistant"]
-            sent = answers[-1] if answers else 0
-        if not 0 <= sent <= len(facts):
-            raise InputError(f"sent={sent} of {len(facts)} messages", hint="how many of them the base request had")
-        marks: list[Mark] = []
-        before: list[Mark] = []
-        total = 0
+            sent = max((at for at, one in enumerate(facts) if one.role == "assistant"), default=0)
+        total, marks, before = 0, list[Mark](), list[Mark]()
         for end, one in enumerate(facts, 1):
             steps = self._count_steps(total)
             marks.append(Mark.KEPT)
@@ -290,17 +263,15 @@ def _find_droppable(facts: Sequence[MessageFacts], rounds: Sequence[range], kept
         turns[-1].append(one)
     for number, turn in enumerate(turns):
         spoken = [one for one in turn if facts[one[0]].role != "system"]
-        whole = [one for one in spoken if kept.isdisjoint(one) and _is_whole(facts, one)]
+        whole = [
+            one for one in spoken
+            if kept.isdisjoint(one) and facts[one[0]].role != "result"
+            and facts[one[0]].ids == frozenset().union(*(facts[at].ids for at in one[1:]))
+        ]  # fmt: skip
         if 1 < number < len(turns) - 1 and len(whole) == len(spoken):
             yield [at for one in spoken for at in one]
         else:
             yield from (list(one) for one in whole if len(one) > 1 and one != turn[-1])
-
-
-def _is_whole(facts: Sequence[MessageFacts], one: range) -> bool:
-    """Whether a round holds the results of all its calls, and no others."""
-    calls, results = facts[one[0]], [facts[at] for at in one[1:]]
-    return calls.role != "result" and calls.ids == frozenset().union(*(result.ids for result in results))
 
 
 def _list_removals(facts: Sequence[MessageFacts], before: Sequence[Mark], after: Sequence[Mark]) -> list[Removal]:
@@ -332,7 +303,7 @@ def without_reasoning(message: Message) -> Message:
     return short if short.get("content") or short.get("tool_calls") else message
 
 
-def _read_role(message: Message) -> Role:
+def _read_role(message: Message) -> str:
     role = ROLES.get(str(message.get("role"))) if isinstance(message, Mapping) else None
     if role is None:
         raise InputError("a message without a role that is known", hint="chat messages: " + ", ".join(ROLES))
@@ -357,7 +328,5 @@ def _count_chars(value: Any) -> int:
     if isinstance(value, str):
         return min(len(value), DATA_URL_CHARS) if value.startswith("data:") else len(value)
     if isinstance(value, Mapping):
-        return sum(len(str(key)) + _count_chars(one) for key, one in value.items())
-    if isinstance(value, list | tuple):
-        return sum(map(_count_chars, value))
-    return 0 if value is None else len(str(value))
+        value = [*value, *value.values()]
+    return sum(map(_count_chars, value)) if isinstance(value, list | tuple) else len(str(value))

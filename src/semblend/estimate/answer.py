@@ -251,14 +251,12 @@ def list_history(answer: Mapping[str, Any], write_share: Callable[[float], str])
 def describe_history(answer: Mapping[str, Any]) -> str:
     """What a reader has to know beside the rows of `list_history`."""
     history, given = answer["history"], answer["options"]["history_tokens"]
-    budget = f"{given:,} tokens" if given else "the longest prompt so far"
-    worst = history["dearest"]
-    changed = format_plural(worst["messages"], "message")
     edits, talks = format_plural(history["edits"], "edit"), format_plural(history["conversations"], "conversation")
+    worst, changed = history["dearest"], format_plural(history["dearest"]["messages"], "message")
     return (
         f"{edits} in {talks}; the dearest in line {worst['line']}: {worst['tokens']:,} tokens behind {changed} removed "
-        f"or replaced. Batches make it {history['edits_in_batches']:,}: each where a history exceeds {budget}, and down "
-        "to half of that."
+        f"or replaced. Batches make it {history['edits_in_batches']:,}: each where a history exceeds "
+        f"{f'{given:,} tokens' if given else 'the longest prompt so far'}, and down to half of that."
     )
 
 

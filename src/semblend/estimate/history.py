@@ -2,7 +2,7 @@
 
 A prompt edits its history where it leaves its conversation's last prompt before its end, and goes on with messages of
 it: tool results became placeholders, turns are gone, a summary stands in place of both. What a prefix cache would have
-hit of them without the edit is its cost. A conversation is found by the messages that it shares, under one namespace.
+hit of them without the edit is its cost. A conversation is found by the messages that it shares, in its namespace.
 
 The counterfactual sends the whole history, as far as the log shows it, edited by `HistoryEditor`'s rule. Its budget is
 given, or the longest prompt of the log before the conversation's first edit.
@@ -15,6 +15,7 @@ import json
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from semblend.arrange.history import ROLES, HistoryEditor, Message, MessageFacts, list_calls
@@ -28,6 +29,7 @@ MESSAGE_BYTES = 400
 RECENT = 4
 SYSTEM = ("system", "developer")
 Sent = tuple[TokenArray, KeyArray, int]
+Encode = Callable[[Sequence[Message], LoggedPrompt, Namespace], Sent]
 Keys = tuple[str, ...]
 """A message's digest, and the ids of its calls or of the call that it answers: those outlive an edit."""
 
@@ -38,7 +40,7 @@ class _Conversation:
 
     messages: list[Message] = field(default_factory=list)
     keys: list[Keys] = field(default_factory=list)
-    last: list[Keys] = field(default_factory=list)
+    last: Sequence[Keys] = ()
     facts: list[MessageFacts] = field(default_factory=list)
     editor: HistoryEditor | None = None
     indexed: set[tuple[Namespace, str]] = field(default_factory=set)
@@ -53,9 +55,8 @@ class _Conversation:
         places: list[int | None] = []
         start = 0
         for names in keys:
-            place = min((at for name in names for at in known.get(name, ()) if at >= start), default=None)
-            places.append(place)
-            start = start if place is None else place + 1
+            places.append(min((at for name in names for at in known.get(name, ()) if at >= start), default=None))
+            start = start if places[-1] is None else places[-1] + 1
         return places
 
 
@@ -63,13 +64,7 @@ class HistoryEdits:
     """Counts edits, prompt by prompt. ``encode`` makes tokens and block keys of a chat, ``count`` counts a message."""
 
     def __init__(
-        self,
-        encode: Callable[[Sequence[Message], LoggedPrompt, Namespace], Sent],
-        count: Callable[[Message], int],
-        *,
-        cache_tokens: int,
-        block_tokens: int,
-        budget_tokens: int = 0,
+        self, encode: Encode, count: Callable[[Message], int], cache_tokens: int, block_tokens: int, budget_tokens: int
     ) -> None:
         self._encode, self._count, self._block_tokens, self._budget = encode, count, block_tokens, budget_tokens
         self._cache = PrefixCache([max(1, cache_tokens // block_tokens)])
@@ -88,7 +83,7 @@ class HistoryEdits:
         if logged.messages and all(one.get("role") in ROLES for one in logged.messages):
             talk, cost = self._follow(logged, namespace, sent, hit)
             if cost:
-                self._tokens.update({"cost": cost} | {name: min(cost, tokens) for name, tokens in saved.items()})
+                self._tokens.update(cost=cost, **{name: max(0, min(cost, tokens)) for name, tokens in saved.items()})
             if talk.editor is not None:
                 talk.facts += [talk.editor.read(one) for one in talk.messages[len(talk.facts) :]]
                 marks, edit, _, _ = talk.editor.decide(talk.facts)
@@ -101,21 +96,16 @@ class HistoryEdits:
 
     def to_dict(self) -> dict[str, Any]:
         """How many edits in how many conversations, what they cost, and what would save how many tokens."""
-        return {
-            "edits": self._edits,
-            "conversations": self._conversations,
-            "edits_in_batches": self._batched,
-            "tokens": {name: count for name, count in self._tokens.items() if count} if self._edits else {},
-            "dearest": self._dearest,
-        }
+        tokens = {name: count for name, count in self._tokens.items() if count} if self._edits else {}
+        told = {"edits": self._edits, "conversations": self._conversations, "edits_in_batches": self._batched}
+        return told | {"tokens": tokens, "dearest": self._dearest}
 
     def _follow(self, logged: LoggedPrompt, namespace: Namespace, sent: Sent, hit: int) -> tuple[_Conversation, int]:
         """The conversation that a prompt goes on with, grown by what is new in it, and what the prompt's edit cost."""
         messages = logged.messages
-        found = [_read_keys(one) for one in messages]
-        keys, sizes = [one for one, _ in found], [size for _, size in found]
-        talk = self._find(namespace, messages, keys, sizes)
-        shared = _count_shared(keys, talk.last)
+        keys, sizes = zip(*map(_read_keys, messages), strict=True)
+        talk = self._find(namespace, keys, sizes)
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(keys, talk.last, strict=False)))
         start, cost = shared, 0
         if shared < len(talk.last):
             places = talk.find_places(keys)
@@ -127,12 +117,14 @@ class HistoryEdits:
                 kept = []  # an edit keeps most of what was said last; another run of the same task does not
             rules = next((at for at, one in enumerate(messages) if one.get("role") not in SYSTEM), 0)
             if kept and shared >= rules:
-                last, start = max((place, at + 1) for at, place in enumerate(places) if place is not None)
                 cost = self._measure(messages, shared, kept, sent, hit)
             elif 2 * sum(sizes[rules:shared]) >= sum(sizes[rules:]):
-                last = places[shared - 1] or 0  # it was answered anew from there
+                places = places[:shared]  # it was answered anew from there
             else:
-                talk, last, start = _Conversation(), 0, 0
+                talk, places = _Conversation(), []
+            known = [(place, at) for at, place in enumerate(places) if place is not None]
+            last, start = known[-1] if known else (-1, -1)
+            start += 1
             del talk.messages[last + 1 :], talk.keys[last + 1 :], talk.facts[last + 1 :]
         if cost:
             self._edits += 1
@@ -145,17 +137,16 @@ class HistoryEdits:
         talk.messages += messages[start:]
         talk.keys += keys[start:]
         talk.last = keys
-        self._hold(talk, namespace, messages[start:], keys[start:], sum(sizes[start:]))
+        said = zip(messages[start:], keys[start:], strict=True)
+        names = [(namespace, name) for message, (name, *_) in said if message.get("role") not in SYSTEM]
+        self._hold(talk, names, sum(sizes[start:]))
         return talk, cost
 
-    def _find(
-        self, namespace: Namespace, messages: Sequence[Message], keys: Sequence[Keys], sizes: Sequence[int]
-    ) -> _Conversation:
+    def _find(self, namespace: Namespace, keys: Sequence[Keys], sizes: Sequence[int]) -> _Conversation:
         """The conversation that holds most of a prompt, beside its instructions; a new one where there is none."""
         votes: Counter[_Conversation] = Counter()
-        for message, (name, *_), size in zip(messages, keys, sizes, strict=True):
-            talk = self._index.get((namespace, name))
-            if talk is not None and message.get("role") not in SYSTEM:
+        for (name, *_), size in zip(keys, sizes, strict=True):
+            if (talk := self._index.get((namespace, name))) is not None:
                 votes[talk] += size
         return votes.most_common(1)[0][0] if votes else _Conversation()
 
@@ -168,19 +159,15 @@ class HistoryEdits:
             return 0
         return max(0, min(held, before + held - hit))
 
-    def _hold(
-        self, talk: _Conversation, namespace: Namespace, messages: Sequence[Message], keys: Sequence[Keys], size: int
-    ) -> None:
-        """Remember a conversation that was used, and forget those that rested longest where there are too many."""
-        for message, (name, *_) in zip(messages, keys, strict=True):
-            if message.get("role") not in SYSTEM:
-                self._index[namespace, name] = talk
-                talk.indexed.add((namespace, name))
+    def _hold(self, talk: _Conversation, names: Sequence[tuple[Namespace, str]], size: int) -> None:
+        """Remember a conversation by names, and forget those that rested longest where there is too much of them."""
+        self._index.update(dict.fromkeys(names, talk))
+        talk.indexed.update(names)
         talk.size += size
         self._size += size
         self._held[talk] = None
         self._held.move_to_end(talk)
-        while self._size > MAX_BYTES and len(self._held) > 1:
+        while self._size > MAX_BYTES:
             old, _ = self._held.popitem(last=False)
             self._size -= old.size
             for place in old.indexed:
@@ -195,9 +182,3 @@ def _read_keys(message: Message) -> tuple[Keys, int]:
     if message.get("tool_call_id") is not None:
         ids = [f"result {message['tool_call_id']}"]
     return (hashlib.blake2b(raw, digest_size=16).hexdigest(), *ids), len(raw) + MESSAGE_BYTES
-
-
-def _count_shared(one: Sequence[Keys], other: Sequence[Keys]) -> int:
-    """How many leading messages two prompts share."""
-    pairs = zip(one, other, strict=False)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

@@ -356,12 +356,9 @@ class Replay:
         self._reuses = [self._make_reuse(BALANCED, 1), *(self._make_reuse(FAST, f) for f in (1, *options.factors))]
         self._reuse_names = [BALANCED, FAST, *(f"memory x{factor}" for factor in options.factors)]
         self._reuse_computed = [0] * len(self._reuses)
+        sizes = options.cache_tokens, options.block_tokens, options.history_tokens
         self.history = HistoryEdits(
-            self._encode_chat,
-            lambda message: len(self.tokens.encode(list_chat_parts([message]))),
-            cache_tokens=options.cache_tokens,
-            block_tokens=options.block_tokens,
-            budget_tokens=options.history_tokens,
+            self._encode_chat, lambda message: len(self.tokens.encode(list_chat_parts([message]))), *sizes
         )
 
     def _make_reuse(self, mode: Any, factor: int) -> AnyOffsetReplay:

@@ -21,6 +21,7 @@ except ImportError:
         "the agent middleware needs langchain 1.1 or later", hint="pip install 'semblend-suite[langchain-agents]'"
     ) from None
 
+OnEdit = Callable[[HistoryEdit], None]
 _ROLES = {"human": "user", "ai": "assistant", "tool": "tool", "system": "system", "function": "function"}
 
 
@@ -32,15 +33,10 @@ class EditHistory(AgentMiddleware):
     """
 
     def __init__(
-        self,
-        editor: HistoryEditor | None = None,
-        *,
-        on_edit: Callable[[HistoryEdit], None] | None = None,
-        declare: bool = False,
+        self, editor: HistoryEditor | None = None, *, on_edit: OnEdit | None = None, declare: bool = False
     ) -> None:
         super().__init__()
-        self.editor = editor or HistoryEditor()
-        self._on_edit, self._declare = on_edit, declare
+        self.editor, self._on_edit, self._declare = editor or HistoryEditor(), on_edit, declare
 
     def wrap_model_call(self, request: ModelRequest, handler: Callable[[ModelRequest], ModelResponse]) -> ModelResponse:
         return handler(self.shorten(request))
@@ -67,9 +63,10 @@ class EditHistory(AgentMiddleware):
         ]
         if edit.removals and self._on_edit is not None:
             self._on_edit(edit)
-        if not (edit.removals and self._declare):
-            return request.override(messages=messages)
-        return request.override(messages=messages, model_settings=_add_edit(request.model_settings, edit))
+        settings = (
+            _add_edit(request.model_settings, edit) if edit.removals and self._declare else request.model_settings
+        )
+        return request.override(messages=messages, model_settings=settings)
 
     def _shorten(self, message: AnyMessage, plain: Message) -> AnyMessage:
         content = self.editor.shorten(plain)["content"]
@@ -96,5 +93,5 @@ def _add_edit(settings: dict[str, Any], edit: HistoryEdit) -> dict[str, Any]:
     """Model settings whose request declares an edit, beside whatever it says to the engine already."""
     body = settings.get("extra_body") or {}
     params = body.get("kv_transfer_params") or {}
-    ours = (params.get("semblend") or {}) | {"edit": edit.to_dict()}
-    return settings | {"extra_body": body | {"kv_transfer_params": params | {"semblend": ours}}}
+    params = params | {"semblend": (params.get("semblend") or {}) | {"edit": edit.to_dict()}}
+    return settings | {"extra_body": body | {"kv_transfer_params": params}}

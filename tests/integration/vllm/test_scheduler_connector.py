@@ -1494,3 +1494,24 @@ def test_how_much_of_a_prompt_donors_hold_is_what_comparing_all_of_them_says(his
     for number in list(held):
         prefixes.remove(("d", number))
     assert not len(prefixes)
+
+
+def test_nothing_is_left_of_a_request_that_ends_before_anybody_asks_about_it(world):
+    world.donor()
+    gone, asked = target("gone"), target("asked")
+    for request in (gone, asked):
+        world.half.note_arrival(request)
+    assert world.half.finish("gone") is None
+    assert world.half.count_matched(asked, 0) > 0
+    assert not world.half._arrived
+    assert list(world.half._records) == ["asked"]
+
+
+def test_a_request_that_arrived_under_old_weights_reuses_nothing_of_them(world):
+    world.half.note_report(Report(weights="aa"))
+    world.donor()
+    late = target("late")
+    world.half.note_arrival(late)
+    world.half.note_report(Report(weights="bb"))
+    assert world.half.count_matched(late, 0) == 0
+    assert world.half._records["late"].prompt.namespace.revision.endswith("weights:bb")

@@ -83,6 +83,7 @@ class SchedulerConnector:
         self.healing = PrefixHealing(settings.heal_prefixes, facts.hash_block_tokens, seam_tokens, self.report_failure)
         self._clock = clock
         self._answered: dict[str, tuple[float, float]] = {}  # whose receipts are due, and when they were answered
+        self._arrived: dict[str, Record] = {}  # requests that nobody has asked about yet
         self._records = RecordBook()
         self._given_up: set[str] = set()  # requests that vLLM computes without us, until they end
         self._refused: dict[str, int] = {}  # exact tokens of each request in an engine that we do not serve
@@ -96,7 +97,7 @@ class SchedulerConnector:
         """vLLM has a new request, and will ask about it: `healing` counts how many wait for one prefix."""
         if self.facts.refusal is not None or not self.healing.on or not request.prompt_token_ids:
             return
-        record = make_record(request, self.facts, self.settings)
+        record = self._arrived[request.request_id] = make_record(request, self.facts, self.settings)
         if self._may_reuse(record):
             self.healing.note_arrival(record, shares_equal=self._shares_blocks)
 
@@ -191,6 +192,7 @@ class SchedulerConnector:
     def finish(self, request_id: str) -> Receipt | None:
         """The request ended; its receipt, where its prompt was complete and the worker has spoken."""
         self._given_up.discard(request_id)
+        self._arrived.pop(request_id, None)
         self.healing.forget(request_id)
         record = self._records.get(request_id)
         if record is None:
@@ -321,6 +323,7 @@ class SchedulerConnector:
     def give_up(self, request_id: str) -> None:
         """A hook failed for this request: its claim and its record go, and it is not claimed again."""
         self._given_up.add(request_id)
+        self._arrived.pop(request_id, None)
         self.healing.forget(request_id)
         record = self._records.remove(request_id)
         if record is not None:
@@ -357,6 +360,7 @@ class SchedulerConnector:
         knew, self.facts = self.facts.knows_weights, name_weights(self.facts, digest)
         self.donors.follow(self.facts.namespace)
         self.donors.name_anew(lambda prompt: move_prompt(prompt, self.facts))
+        self._arrived.clear()  # their records name the weights of before
         for record in self._records.values():
             record.request = replace(record.request, prompt=move_prompt(record.prompt, self.facts))
             if knew:
@@ -370,9 +374,12 @@ class SchedulerConnector:
     def _find_record(self, request: Any) -> Record | None:
         record = self._records.get(request.request_id)
         if record is None:
+            record = self._arrived.pop(request.request_id, None)
             if not request.prompt_token_ids or request.request_id in self._given_up:
                 return None
-            record = self._records.add(request.request_id, make_record(request, self.facts, self.settings))
+            if record is None or record.source is not request:
+                record = make_record(request, self.facts, self.settings)
+            self._records.add(request.request_id, record)
         return record
 
     def _may_reuse(self, record: Record) -> bool:

@@ -177,7 +177,7 @@ def test_most_steps_of_a_long_run_extend_the_prompt_before_them():
     editor = HistoryEditor(budget_tokens=6000)
     found = [editor.edit(prompt) for prompt in list_prompts(make_run(60))]
     assert [at for at, one in enumerate(found) if one.edit.removals] == [16, 24, 33, 42, 50, 59]
-    assert all(len(one.edit.removals) == 9 for one in found if one.edit.removals)
+    assert all(len(one.edit.removals) in (9, 10) for one in found if one.edit.removals)
     assert max(one.tokens for one in found) <= 6000
 
 

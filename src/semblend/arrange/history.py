@@ -28,8 +28,7 @@ ROLES = {name: name for name in ("system", "user", "assistant")}
 ROLES |= {"developer": "system", "tool": "result", "function": "result"}
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 _REASONING_BLOCKS = ("thinking", "redacted_thinking", "reasoning")
-_CALL_BLOCKS, _RESULT_BLOCKS = ("tool_use",), ("tool_result",)
-_THOUGHT = ("<think>", "</think>")
+_CALL_BLOCKS, _RESULT_BLOCKS, _THOUGHT = ("tool_use",), ("tool_result",), ("<think>", "</think>")
 
 
 class EditOutcome(StrEnum):
@@ -93,9 +92,7 @@ class EditedHistory:
 class Mark(IntEnum):
     """What becomes of a message; it only ever grows."""
 
-    KEPT = 0
-    LEAN = 1
-    DROPPED = 2
+    KEPT, LEAN, DROPPED = range(3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,9 +230,8 @@ class HistoryEditor:
         talk = [[at] for one in free for at in one if facts[at].role == "assistant"]
         cleared = [[at] for at in results if at not in kept]
         found: dict[int, Mark] = {}
-        units = [(unit, Mark.LEAN) for unit in (*talk, *cleared)]
-        if self.drop_turns:
-            units += [(unit, Mark.DROPPED) for unit in _find_droppable(facts, rounds, kept)]
+        dropped = _find_droppable(facts, rounds, kept) if self.drop_turns else ()
+        units = [*((unit, Mark.LEAN) for unit in (*talk, *cleared)), *((unit, Mark.DROPPED) for unit in dropped)]
         for unit, mark in units:
             if total <= self.target_tokens:
                 break
@@ -280,8 +276,8 @@ def _list_removals(facts: Sequence[MessageFacts], before: Sequence[Mark], after:
     place = 0
     for one, old, new in zip(facts, before, after, strict=True):
         if new > old:
-            kind = Removed.RESULT if one.role == "result" else Removed.REASONING
-            what = Removed.TURN if new is Mark.DROPPED else kind
+            what = Removed.RESULT if one.role == "result" else Removed.REASONING
+            what = Removed.TURN if new is Mark.DROPPED else what
             start, freed = place, one.count(old) - one.count(new)
             if found and (found[-1].what, found[-1].end) == (what, place):
                 start, freed = found[-1].start, freed + found.pop().tokens

@@ -26,7 +26,7 @@ from semblend.text.logs import LoggedPrompt
 MAX_BYTES = 64_000_000
 """Of messages that are remembered; then the conversations that rested longest are forgotten."""
 MESSAGE_BYTES = 400
-RECENT = 4
+RECENT = 4  # messages of a prompt's end
 SYSTEM = ("system", "developer")
 Sent = tuple[TokenArray, KeyArray, int]
 Encode = Callable[[Sequence[Message], LoggedPrompt, Namespace], Sent]
@@ -123,9 +123,8 @@ class HistoryEdits:
             else:
                 talk, places = _Conversation(), []
             known = [(place, at) for at, place in enumerate(places) if place is not None]
-            last, start = known[-1] if known else (-1, -1)
-            start += 1
-            del talk.messages[last + 1 :], talk.keys[last + 1 :], talk.facts[last + 1 :]
+            last, start = (known[-1][0] + 1, known[-1][1] + 1) if known else (0, 0)
+            del talk.messages[last:], talk.keys[last:], talk.facts[last:]
         if cost:
             self._edits += 1
             if cost > self._dearest.get("tokens", 0):

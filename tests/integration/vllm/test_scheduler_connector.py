@@ -1137,6 +1137,8 @@ def test_no_first_token_waits_for_its_receipt_which_says_when_it_was_out(world):
     assert not [event for event in world.sink.events if event.kind == "fallback"]
     now[0] = 9.0
     world.step()
+    assert not [event for event in world.sink.events if event.kind == "fallback"], "it is sent meanwhile"
+    world.half.note_report(Report())
     (event,) = [event for event in world.sink.events if event.kind == "fallback"]
     assert event.fields["receipt"].service_ms == 250
 
@@ -1155,7 +1157,7 @@ def test_a_receipt_that_fails_costs_its_own_request_reuse_and_no_other(world, mo
         world.half.count_matched(request, 0)
         world.allocate(request, len(request.prompt_token_ids))
     world.told(world.step(new=[(request, 0, len(request.prompt_token_ids)) for request in requests]))
-    world.step()
+    world.half.note_report(Report())
     assert [event.request_id for event in world.errors()] == ["one"]
     assert world.half.finish("one") is None
     assert world.half.finish("two") is not None

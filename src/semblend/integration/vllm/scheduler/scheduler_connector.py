@@ -8,7 +8,7 @@ It decides and keeps books, and touches no KV. vLLM calls it in this order for a
     build_orders     once a step: what the worker's side has to load, capture and drop
     note_report      after the step: what it did. A load that ends well is scheduled next; one that was refused is
                      computed by vLLM, under its own hashes, and never claimed again. A captured prompt becomes a donor,
-                     a served one gets its receipt, with the next call: the first token does not wait for it
+                     a served one gets its receipt, with the next report: the first token does not wait for it
     finish           the answer is complete, or the request was aborted
 
 Nothing in here raises into vLLM: `connector_v1` catches, says so in an event, and the request is computed cold.
@@ -107,6 +107,7 @@ class SchedulerConnector:
             self._refused[request.request_id] = local_tokens
             return 0
         self._catch_up()
+        self._confirm_answered()  # what they took and what the gate said counts for this one
         record = self._find_record(request)
         if record is None:
             return 0
@@ -292,6 +293,7 @@ class SchedulerConnector:
     def note_report(self, report: Report) -> None:
         """The worker's side has done a step."""
         self._catch_up()
+        self._confirm_answered()
         if report.weights:
             self._adopt_weights(report.weights)
         for where, message, request_id in report.errors:
@@ -341,8 +343,8 @@ class SchedulerConnector:
         self._given_up.discard(request_id)
         self._refused.pop(request_id, None)
 
-    def _catch_up(self) -> None:
-        """What waited for the next call, so that no first token waits for it: receipts, and what an operator asked."""
+    def _confirm_answered(self) -> None:
+        """Receipts of those whose first token came with an earlier step's output: by now it is on its way."""
         for request_id in list(self._answered):
             try:
                 self._confirm(request_id)
@@ -350,6 +352,9 @@ class SchedulerConnector:
                 log.warning("SemBlend: a receipt failed for %s", request_id, exc_info=True)
                 self.report_failure("report", f"{type(error).__name__}: {error}", request_id)
                 self.give_up(request_id)
+
+    def _catch_up(self) -> None:
+        """What an operator has asked for, and a reset of vLLM's prefix cache."""
         is_void = self.donors.catch_up()
         self.shares.drop_donors(self.donors.take_forgotten())
         if is_void:

@@ -267,7 +267,7 @@ def _find_droppable(facts: Sequence[MessageFacts], rounds: Sequence[range], kept
         if 1 < number < len(turns) - 1 and len(whole) == len(spoken):
             yield [at for one in spoken for at in one]
         else:
-            yield from (list(one) for one in whole if len(one) > 1 and one != turn[-1])
+            yield from (list(one) for one in whole if len(one) > 1 and one != spoken[-1])
 
 
 def _list_removals(facts: Sequence[MessageFacts], before: Sequence[Mark], after: Sequence[Mark]) -> list[Removal]:

@@ -242,3 +242,18 @@ def test_a_signal_while_the_application_starts_ends_it_as_any_other() -> None:
     ended = subprocess.run([sys.executable, "-c", SIGNALLED_AT_START], capture_output=True, text=True, timeout=120)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.split("\n")[:2] == ["told of the end", "SIGINT True"]
+
+
+def test_a_signal_before_the_server_listens_to_signals_is_an_interrupt() -> None:
+    code = SIGNALLED_AT_START.partition("async def app")[0] + (
+        "class Early(HttpServer):\n"
+        "    async def _run(self):\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "        await __import__('asyncio').sleep(60)\n"
+        "try:\n"
+        "    Early(None, listen('127.0.0.1', 0)).run()\n"
+        "except KeyboardInterrupt:\n"
+        "    print('interrupted')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "interrupted\n", "")

@@ -337,7 +337,10 @@ class HttpServer:
 
             factory = uvloop.new_event_loop
         with asyncio.Runner(loop_factory=factory) as runner:
-            runner.run(self._run())
+            try:
+                runner.run(self._run())
+            except asyncio.CancelledError:  # Ctrl-C in the moment before we listen to it; nobody else cancels
+                raise KeyboardInterrupt from None
         return self._signals[0] if self._signals else None
 
     def stop(self) -> None:

@@ -337,10 +337,8 @@ class HttpServer:
 
             factory = uvloop.new_event_loop
         with asyncio.Runner(loop_factory=factory) as runner:
-            try:
-                runner.run(self._run())
-            except asyncio.CancelledError:  # Ctrl-C in the moment before we listen to it; nobody else cancels
-                raise KeyboardInterrupt from None
+            # Not `runner.run`: its own handler of Ctrl-C would cancel us in the moment before we listen to signals.
+            runner.get_loop().run_until_complete(self._run())
         return self._signals[0] if self._signals else None
 
     def stop(self) -> None:

@@ -89,6 +89,40 @@ def keep_in_order(spans: Sequence[Span], most_share: float) -> tuple[Span, ...]:
     return tuple(reversed(kept)) if sum(span.length for span in kept) >= few else tuple(spans)
 
 
+def leave_out_repetitions(spans: Sequence[Span], most_share: float) -> tuple[Span, ...]:
+    """Leave out spans whose tokens stand in a longer one too, and those behind what their donor has behind them.
+
+    New messages of an agent repeat pieces of old ones: the name of a tool, a result that was asked for again. They are
+    computed, and what is left is in its donor's order. ``most_share``: of the reused tokens; where more than that moved
+    back, the prompt is another order altogether, and only what stands twice is left out.
+
+    >>> history, repeated = Span("d", 50, 10, 90), Span("d", 60, 120, 10)
+    >>> leave_out_repetitions([history, repeated], most_share=0.3) == (history,)
+    True
+    """
+    ends: dict[tuple[str, int], int] = {}
+    for span in spans:
+        donor = (span.donor_id, span.generation)
+        ends[donor] = max(ends.get(donor, 0), span.donor_end)
+    taken = {donor: np.zeros(end, dtype=bool) for donor, end in ends.items()}
+    once: list[Span] = []
+    for span in sorted(spans, key=lambda span: -span.length):
+        mine = taken[span.donor_id, span.generation][span.donor_start : span.donor_end]
+        if 2 * np.count_nonzero(mine) <= span.length:
+            once.append(span)
+            mine[:] = True
+    once.sort(key=lambda span: span.target_start)
+    reached = dict.fromkeys(ends, 0)
+    kept: list[Span] = []
+    for span in once:
+        donor = (span.donor_id, span.generation)
+        if span.donor_start >= reached[donor]:
+            kept.append(span)
+            reached[donor] = span.donor_end
+    least = (1 - most_share) * sum(span.length for span in once)
+    return tuple(kept if sum(span.length for span in kept) >= least else once)
+
+
 def select_largest(positions: Positions, scores: Values, count: int) -> Positions:
     """Select the ``count`` ascending ``positions`` with the largest scores; ties go to the earlier, NaN comes last.
 

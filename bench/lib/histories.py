@@ -23,7 +23,6 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +41,8 @@ NO_REASONING = ("", "(reasoning removed)")
 OTHER_AGENT = (
     "You take over a task that another agent has led so far. Read what was said and done, keep to what was agreed, "
     "and go on with the next step. Be brief and polite.",
-    "A colleague hands this task over to you in the middle of the work. Go through the messages below, respect what was "
-    "promised, then do what comes next. Answer shortly.",
+    "A colleague hands this task over to you in the middle of the work. Go through the messages below, respect what "
+    "was promised, then do what comes next. Answer shortly.",
 )
 REASONING = re.compile(r'THOUGHT:.*?(?=```)|"reason(?:ing)?":\s*"(?:[^"\\]|\\.)*",?\s*', re.DOTALL)
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)|```(?:bash|sh)\n(.*?)(?:```|$)", re.DOTALL)
@@ -73,6 +72,16 @@ class Run:
     def calls(self) -> list[int]:
         """Where the agent was asked: the messages before each index were its prompt."""
         return [i for i, one in enumerate(self.messages) if one.role == "assistant" and i >= LEAST_MESSAGES]
+
+
+def count_common(one: Sequence[object], other: Sequence[object]) -> int:
+    """How long both are the same from the beginning.
+
+    >>> count_common("abcd", "abx")
+    2
+    """
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def is_held_out(cluster: str) -> bool:
@@ -133,7 +142,7 @@ def _read_magentic(folder: Path) -> Iterator[Run]:
         seen: list[str] = []
         messages = []
         for row in rows:
-            known = max((len(commonprefix([row["input"], one])) for one in seen), default=0)
+            known = max((count_common(row["input"], one) for one in seen), default=0)
             if new := row["input"][known:].strip():
                 messages.append(Message("tool" if seen else "user", new))
             seen.append(row["input"])
@@ -256,7 +265,7 @@ def _cut(
         return None
     history = run.messages[: calls[at]]
     now, reworded = (tuple(EDITS[how](history, wording)) for wording in (0, 1))
-    if now == history or now == reworded:
+    if now in (history, reworded):
         return None
     return run.messages[: calls[at - 1]], now, reworded
 

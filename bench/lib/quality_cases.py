@@ -28,7 +28,16 @@ from typing import Any
 
 import lib.reporting as reporting
 from lib import real_texts
-from lib.histories import BLOCK_TOKENS, EDITS, EditedPrompt, Message, edited_prompts, is_held_out, read_runs
+from lib.histories import (
+    BLOCK_TOKENS,
+    EDITS,
+    EditedPrompt,
+    Message,
+    count_common,
+    edited_prompts,
+    is_held_out,
+    read_runs,
+)
 from lib.real_texts import Document, read_jsonl
 from semblend import Prompt, ReusePlan, SemBlend, SemBlendConfig
 from semblend.span import Span
@@ -396,8 +405,7 @@ def _edited_history(found: EditedPrompt, how: str, encode: Callable[[Message], T
         [token for message in messages for token in encode(message)] + asked
         for messages in (found.before, found.now, found.reworded)
     )
-    same = next((i for i, (a, b) in enumerate(zip(donor, tokens, strict=False)) if a != b), min(len(donor), len(tokens)))
-    exact = min(same, len(tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    exact = min(count_common(donor, tokens), len(tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     with SemBlend(SemBlendConfig(embedder="none")) as semblend:
         semblend.register(Prompt(donor), donor_id="0")
         plan = semblend.lookup(Prompt(tokens), exact_tokens=exact)

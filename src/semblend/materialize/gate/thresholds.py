@@ -92,14 +92,17 @@ class PlanShape:
         return PassageOrder.REORDERED if self.turned_tokens > few else PassageOrder.IN_ORDER
 
     @property
-    def in_part(self) -> bool:
-        """Whether passages were left out or put in among those of one donor in order."""
-        return self.order is PassageOrder.IN_ORDER and self.among_tokens > SMALL_SHARE * self.reused_tokens
+    def is_edited(self) -> bool:
+        """Whether one donor's tokens are in order, but some were left out among them, or more than a question is new:
+        an agent that edited its history is like that, and a part of a donor's passages."""
+        different = max(self.among_tokens, self.tokens - self.reused_tokens)
+        return self.order is PassageOrder.IN_ORDER and different > SMALL_SHARE * self.reused_tokens
 
     @property
     def kind(self) -> str:
         """Prompts of one kind have the same order, and are alike in length and number of spans within a factor of 2."""
-        return f"{self.order}, {_round_down(self.tokens)}+ tokens, {_round_down(self.spans)}+ spans"
+        order = f"{self.order}, edited" if self.is_edited else self.order
+        return f"{order}, {_round_down(self.tokens)}+ tokens, {_round_down(self.spans)}+ spans"
 
 
 def _round_down(count: int) -> int:
@@ -340,8 +343,9 @@ class Thresholds:
     """Largest expected divergence, in nats, that passes after each step; ``provenance`` says who measured it, and when.
 
     These hold in mode balanced, at .02 nats; at another number they are scaled. ``dial``: what was measured for every
-    number, which then counts instead. ``borrowed_dial``: that of other models, for orders of passages that ``dial``
-    does not know; no part of a file, who chooses a table lends it (`gate.chosen_table`).
+    number, which then counts instead. ``edit_dial``: the same for edited histories and parts of a donor
+    (`PlanShape.is_edited`). ``borrowed_dial``: that of other models, for orders of passages that ``dial`` does not
+    know; no part of a file, who chooses a table lends it (`choose_table`).
 
     >>> Thresholds(.01, .02, .02).after(20)
     0.02
@@ -352,6 +356,7 @@ class Thresholds:
     kl_40: float
     risk: RiskModel = field(default_factory=lambda: RiskModel({}))
     dial: DialTable = field(default_factory=DialTable)
+    edit_dial: DialTable = field(default_factory=DialTable)
     borrowed_dial: DialTable = field(default_factory=DialTable)
     provenance: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
@@ -365,9 +370,10 @@ class Thresholds:
         known = {10: self.kl_10, 20: self.kl_20, 40: self.kl_40}
         return known[step] if step in known else min(self.kl_10, self.kl_20, self.kl_40)
 
-    def find_dial(self, order: PassageOrder) -> DialTable | None:
-        """The dial that knows prompts of this order; None: they are judged by thresholds."""
-        return next((dial for dial in (self.dial, self.borrowed_dial) if dial.knows(order)), None)
+    def find_dial(self, shape: PlanShape) -> DialTable | None:
+        """The dial that knows prompts like these; None: they are judged by thresholds."""
+        dials = (self.edit_dial,) if shape.is_edited else (self.dial, self.borrowed_dial)
+        return next((dial for dial in dials if dial.knows(shape.order)), None)
 
     def expect(self, step: int, features: RiskFeatures) -> float:
         """Divergence from cold that an answer would have now."""
@@ -392,6 +398,7 @@ class Thresholds:
                 **values,
                 risk=RiskModel(weights),
                 dial=DialTable.from_record(record.get("dial", {})),
+                edit_dial=DialTable.from_record(record.get("edit_dial", {})),
                 borrowed_dial=DialTable(),
                 provenance=dict(record.get("provenance", {})),
             )
@@ -511,7 +518,9 @@ def choose_table(*model_names: str, file: str | Path = "") -> ChosenTable:
 
 
 def borrow_dial(table: Thresholds) -> Thresholds:
-    """The same table; moved passages that its own dial does not know go by the default's, not by thresholds alone."""
+    """The same table; edits and moved passages that it does not know go by the default's dial, not by thresholds."""
+    if not table.edit_dial.means:
+        table = replace(table, edit_dial=DEFAULT.edit_dial)
     moved: dict[PassageOrder, Mapping[int, float]] = {
         order: row for order, row in DEFAULT.dial.means.items() if order is not PassageOrder.IN_ORDER
     }

@@ -1,10 +1,13 @@
 """What a miss costs more than stock vLLM's prefill, over HTTP, and where: a connector that does nothing, and ours.
 
-    PYTHONPATH=src:bench:research/miss_cost python research/miss_cost/miss_cost.py MODEL CONTEXTS OUT.json --kv-bytes 8e9
+    PYTHONPATH=src:bench:research/miss_cost python research/miss_cost/miss_cost.py MODEL CONTEXTS OUT --kv-bytes 8e9
 
-results/h200_eager.json (one H200, vLLM 0.26.0, 2026-11-18, commit c60692a; the shape of Qwen2.5-1.5B with 49,152 tokens, random weights; too noisy to tell
-servers apart): --vocabulary 40000 --budget-s 40 --hits 6 --settings '{"donor_device_bytes": 3000000000}'
-    --flags "--dtype bfloat16 --gpu-memory-utilization 0.12 --load-format dummy --enforce-eager"
+Five servers on one GPU take turns, one request at a time, each with a prompt that nobody has seen. All of them write
+down when their functions were called (`../http_look/trace`), which is summed up by stages: what lies between the
+moment that the client sends a request and the moment that its first token comes. Then `ours` answers hits: the same
+stages, and what the GPU does in a load. OUT gets rows.json and the traces.
+
+results/h200_eager.json: a first try without torch.compile and without the stages, too noisy to tell servers apart.
 """
 
 from __future__ import annotations
@@ -12,12 +15,12 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import os
 import random
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +28,19 @@ import lib.vllm_server as vllm_server
 from lib.vllm_server import VllmServer
 
 OURS = ("SemBlendConnectorV1", "semblend.integration.vllm.connector_v1")
-NONE = {"donor_device_bytes": 0, "donor_host_bytes": 0}
 SERVERS = {
     "stock": (None, {}),
-    "null": (("NullConnector", "connectors"), {}),
-    "keeps nothing": (OURS, NONE),
-    "device only": (OURS, {"donor_host_bytes": 0}),
+    "null": (("NullConnector", "connectors"), None),
+    "keeps nothing": (OURS, {"donor_device_bytes": 0, "donor_host_bytes": 0}),
+    "host": (OURS, {"donor_device_bytes": 0}),
     "ours": (OURS, {}),
-    "timed": (("TimedConnector", "connectors"), {}),
 }
+TRACE = Path(__file__).resolve().parents[1] / "http_look" / "trace"
+INSIDE = ("SchedulerConnector.note_arrival", "SchedulerConnector.count_matched", "SchedulerConnector.build_orders",
+          "SchedulerConnector.note_report", "ActiveKVConnector.pre_forward", "ActiveKVConnector.post_forward",
+          "WorkerConnector.load", "WorkerConnector.copy_out", "SchedulerConnector._catch_up", "SemBlendPromMetrics.observe",
+          "OutputProcessor.process_outputs")  # fmt: skip
+"""Of the engine's process: how long they took between a request's arrival and its first token, all calls together."""
 
 
 def draw(articles: list[list[int]], tokens: int, rng: random.Random, vocabulary: int) -> list[int]:
@@ -43,83 +50,144 @@ def draw(articles: list[list[int]], tokens: int, rng: random.Random, vocabulary:
     return [one % vocabulary for one in drawn[:tokens]]
 
 
-def ask_for_hits(server: VllmServer, draw_tokens: Callable[[int], list[int]], rounds: int) -> list[dict[str, Any]]:
-    """Hits after a donor: fast, the first one in the default mode, and a later one."""
-    rows = []
-    for number in range(rounds):
-        for length in (2048, 8192):
-            context, asked = draw_tokens(length), {"kv_transfer_params": {"semblend": {"quality": "fast"}}}
-            for arm, more in (("donor", {}), ("fast", asked), ("first", {}), ("later", {})):
-                prompt, name = draw_tokens(40) + context + draw_tokens(30), f"hit-{arm}-{length}-{number}"
-                begun = time.perf_counter()
-                answer = server.stream(prompt, 4, name, cache_salt=f"hit-{length}-{number}", **more)
-                rows.append({"length": length, "hit": arm, "begun": begun, "ttft": answer.ttft_ms})
-                time.sleep(0.05)
-    return rows
+class Look:
+    """Servers, and what was asked of them."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.rng, self.rows = args, random.Random(1), list[dict[str, Any]]()
+        with gzip.open(args.contexts, "rt") as file:
+            self.articles = [one for some in json.load(file)["articles"].values() for one in some]
+        flags = [*args.flags.split(), "--max-model-len", str(max(args.lengths) + 512)]
+        flags += ["--kv-cache-memory-bytes", str(int(args.kv_bytes))] if args.kv_bytes else []
+        folder, self.servers = Path(tempfile.mkdtemp()), dict[str, VllmServer]()
+        args.out.mkdir(parents=True, exist_ok=True)
+        self.profile = folder / "profile"
+        for name in args.servers:
+            (folder / name).mkdir()
+            line, settings = SERVERS[name]
+            extra = None if line is None else {} if settings is None else json.loads(args.settings) | settings
+            if line is not None:
+                vllm_server.LINE["kv_connector"], vllm_server.LINE["kv_connector_module_path"] = line
+            path = f"{TRACE}:{os.environ.get('PYTHONPATH', '')}"
+            trace = str(args.out / f"trace-{name.replace(' ', '-')}")
+            variables = {"LOOK_TRACE": trace, "PYTHONPATH": path, "LOOK_PROFILE": str(self.profile)}
+            self.servers[name] = VllmServer(args.model, folder / name, flags, extra, **variables)
+
+    def draw(self, tokens: int) -> list[int]:
+        return draw(self.articles, tokens, self.rng, self.args.vocabulary)
+
+    def ask(self, server: str, arm: str, prompt: list[int], salt: str, **more: Any) -> None:
+        name, begun = f"{server}-{arm}-{len(self.rows)}".replace(" ", "_"), time.monotonic()
+        answer = self.servers[server].stream(prompt, 4, name, cache_salt=salt, **more)
+        self.rows.append({"server": server, "arm": arm, "length": len(prompt) // 1024 * 1024, "begun": begun,
+                          "ttft": answer.ttft_ms})  # fmt: skip
+        time.sleep(0.03)
+
+    def ask_for_misses(self) -> None:
+        begun = time.monotonic()
+        for number in range(self.args.rounds):
+            for length in self.args.lengths:
+                for name in self.rng.sample(list(self.servers), len(self.servers)):
+                    self.ask(name, "miss", self.draw(length + 50), f"{name}-{length}-{number}")
+            if time.monotonic() - begun > self.args.budget_s:
+                break
+
+    def ask_for_hits(self, server: str) -> None:
+        """After a donor: fast, the first one in the default mode, and a later one; the last ones with the profiler."""
+        fast = {"kv_transfer_params": {"semblend": {"quality": "fast"}}}
+        for number in range(self.args.hits):
+            if number == self.args.hits - 2:
+                self.profile.touch()
+            for length in self.args.lengths:
+                context, salt = self.draw(length), f"hit-{length}-{number}"
+                arms = {"donor": {}, "fast": fast, "first": {}, "later": {}}
+                for arm, more in arms.items():
+                    arm += "+profile" if self.profile.exists() else ""
+                    self.ask(server, arm, self.draw(40) + context + self.draw(30), salt, **more)
+
+
+def sum_up(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """Milliseconds by stage, medians: from the client to the engine, its steps, back to the client."""
+    for server in dict.fromkeys(row["server"] for row in rows):
+        calls = []
+        for path in args.out.glob(f"trace-{server.replace(' ', '-')}.*"):
+            calls += [json.loads(line) for line in path.read_text().splitlines() if line.endswith("]")]
+        calls.sort(key=lambda call: call[1])
+        for arm, length in dict.fromkeys((row["arm"], row["length"]) for row in rows if row["server"] == server):
+            mine = [row for row in rows if (row["server"], row["arm"], row["length"]) == (server, arm, length)]
+            found = [list_stages(row, calls) for row in mine]
+            names = dict.fromkeys(name for one in found for name in one)
+            stages = {name: statistics.median(one.get(name, 0.0) for one in found) for name in names}
+            values = [row["ttft"] for row in mine]
+            print(f"{length:6} {server:14} {arm:14} n {len(mine):3} p50 {statistics.median(values):7.2f} "
+                  f"mean {statistics.fmean(values):7.2f} | "
+                  + " ".join(f"{name} {value:.2f}" for name, value in stages.items()), flush=True)  # fmt: skip
+
+
+def list_stages(row: dict[str, Any], calls: list[list[Any]]) -> dict[str, float]:
+    begun, end = row["begun"], row["begun"] + row["ttft"] / 1e3
+    mine = [call for call in calls if begun <= call[1] <= end]
+    stages: dict[str, float] = {}
+
+    def mark(name: str, at: float | None) -> None:
+        nonlocal begun
+        if at is not None:
+            stages[name], begun = (at - begun) * 1e3, at
+
+    def first(name: str, at: int) -> float | None:
+        return next((call[at] for call in mine if call[0].endswith(name)), None)
+
+    mark("to_api", first("AsyncLLM.add_request", 1))
+    mark("to_engine", first("EngineCore.add_request", 1))
+    mark("to_schedule", first("Scheduler.schedule", 1))
+    steps = [call for call in mine if call[0].endswith("Scheduler.schedule")]
+    steps = [call for call in steps if call[3]]
+    prompt_steps = [call for call in steps if max(call[3].values()) > 1] or steps[:1]  # of a hit: its last token
+    if prompt_steps:
+        mark("until_last_prompt_step", prompt_steps[-1][1])
+        mark("schedule", prompt_steps[-1][2])
+    after = [call for call in mine if call[1] >= begun]
+    mark("launch", next((call[2] for call in after if call[0].endswith("sample_tokens")), None))
+    outputs = [call for call in after if call[0].endswith("get_output")]
+    mark("to_wait", outputs[0][1] if outputs else None)
+    mark("wait", outputs[0][2] if outputs else None)
+    mark("to_update", next((call[2] for call in after if call[0].endswith("update_from_output") and call[1] >= begun), None))
+    mark("to_client", end)
+    for name in INSIDE:
+        if any(call[0] == name for call in mine):
+            stages[name.split(".")[1]] = sum(call[2] - call[1] for call in mine if call[0] == name) * 1e3
+    return stages
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("contexts")
     parser.add_argument("out", type=Path)
     parser.add_argument("--kv-bytes", type=float, default=8e9)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 24576])
-    parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--budget-s", type=float, default=100)
-    parser.add_argument("--hits", type=int, default=8)
+    parser.add_argument("--hits", type=int, default=10)
     parser.add_argument("--settings", default="{}")
     parser.add_argument("--servers", nargs="+", default=list(SERVERS))
     parser.add_argument("--vocabulary", type=int, default=150_000)
     parser.add_argument("--flags", default="--dtype bfloat16 --gpu-memory-utilization 0.2")
     args = parser.parse_args()
-    with gzip.open(args.contexts, "rt") as file:
-        words = json.load(file)
-    flags = [*args.flags.split(), "--max-model-len", str(max(args.lengths) + 512)]
-    flags += ["--kv-cache-memory-bytes", str(int(args.kv_bytes))] if args.kv_bytes else []
-    folder, servers = Path(tempfile.mkdtemp()), {}
-    for name in args.servers:
-        (folder / name).mkdir()
-        line, settings = SERVERS[name]
-        extra = None if line is None else json.loads(args.settings) | settings
-        if line is not None:
-            vllm_server.LINE["kv_connector"], vllm_server.LINE["kv_connector_module_path"] = line
-        if name == "null":
-            extra = {}
-        servers[name] = VllmServer(args.model, folder / name, flags, extra, TIMED_CALLS=str(args.out) + "." + name)
-    rows: list[dict[str, Any]] = []
+    look = Look(args)
     try:
-        for server in servers.values():
+        for name, server in look.servers.items():
             server.wait()
-        rng, begun = random.Random(1), time.monotonic()
-        articles = [one for some in words["articles"].values() for one in some]
-        for number in range(args.rounds):
-            for length in args.lengths:
-                row: dict[str, Any] = {"length": length}
-                order = list(servers)
-                rng.shuffle(order)
-                for name in order:
-                    prompt = draw(articles, length, rng, args.vocabulary)
-                    name_of = f"{name}-{length}-{number}"
-                    answer = servers[name].stream(prompt, 4, name_of, cache_salt=name_of)
-                    row[name] = answer.ttft_ms or 0.0
-                    time.sleep(0.02)
-                rows.append(row)
-            if time.monotonic() - begun > args.budget_s:
-                break
-        if "timed" in servers:
-            rows += ask_for_hits(servers["timed"], lambda tokens: draw(articles, tokens, rng, args.vocabulary), args.hits)
+            print(name, "answers", flush=True)
+        look.ask_for_misses()
+        if "ours" in look.servers and args.hits:
+            look.ask_for_hits("ours")
     finally:
-        for server in servers.values():
+        time.sleep(1)
+        for server in look.servers.values():
             server.stop()
-    args.out.write_text(json.dumps(rows))
-    for length in args.lengths:
-        mine = [row for row in rows if row["length"] == length and "hit" not in row]
-        for name in servers:
-            values = sorted(row[name] for row in mine)
-            off = statistics.median(row[name] - row[args.servers[0]] for row in mine)
-            print(length, name, len(values), f"p50 {statistics.median(values):.2f} mean {statistics.fmean(values):.2f} "
-                  f"over the first {off:+.2f}", flush=True)  # fmt: skip
+        (args.out / "rows.json").write_text(json.dumps(look.rows))
+    sum_up(args, look.rows)
     return 0
 
 

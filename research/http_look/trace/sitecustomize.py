@@ -1,8 +1,8 @@
 """Time stamps inside a vLLM server, without a change to it: found by Python in every process that has this folder first.
 
 Wraps the functions below when their module is imported, and appends `[name, begin, end, detail]` (seconds of the monotonic
-clock, which all processes of a machine share) to the file `LOOK_TRACE.PID`, a line for each call. With `LOOK_PROFILE=N`
-torch's profiler runs around the N-th to N+2nd step that finishes a load, and what the GPU did goes to the same file.
+clock, which all processes of a machine share) to the file `LOOK_TRACE.PID`, a line for each call. While the file
+`LOOK_PROFILE` exists torch's profiler runs around each load; what the GPU did, and which calls told it to, go there too.
 """
 
 import importlib.abc
@@ -15,30 +15,30 @@ import time
 
 OUT = os.environ.get("LOOK_TRACE", "")
 WRAPPED = {
-    "vllm.v1.engine.core": ["EngineCore.step", "EngineCore.step_with_batch_queue", "EngineCore.add_request"],
+    "vllm.v1.engine.core": [
+        "EngineCore.step", "EngineCore.step_with_batch_queue", "EngineCore.add_request",
+        "EngineCore.preprocess_add_request",
+    ],
     "vllm.v1.core.sched.scheduler": ["Scheduler.schedule", "Scheduler.update_from_output"],
     "vllm.v1.worker.gpu.model_runner": ["GPUModelRunner.execute_model", "GPUModelRunner.sample_tokens"],
     "vllm.v1.worker.gpu_model_runner": ["GPUModelRunner.execute_model", "GPUModelRunner.sample_tokens"],
+    "vllm.v1.worker.gpu.async_utils": ["AsyncOutput.get_output"],
+    "vllm.v1.worker.gpu.kv_connector": ["ActiveKVConnector.pre_forward", "ActiveKVConnector.post_forward"],
     "vllm.v1.engine.async_llm": ["AsyncLLM.generate!first", "AsyncLLM.add_request!async"],
-    "semblend.integration.vllm.scheduler.scheduler_half": [
-        "SchedulerHalf.count_matched", "SchedulerHalf.allocated", "SchedulerHalf.build_orders", "SchedulerHalf.reported",
-        "SchedulerHalf.finished",
-    ],
-    "semblend.integration.vllm.worker.worker_half": [
-        "WorkerHalf.before_step", "WorkerHalf.load", "WorkerHalf.capture", "WorkerHalf._place", "WorkerHalf._wait_for_device",
-        "WorkerHalf._have_weights_changed", "WorkerHalf._capture",
-    ],
-    "semblend.integration.vllm.worker.model_access": ["StockModel.forward", "StockModel.logits"],
-    "semblend.materialize.donors.donor_kv": ["DonorKv.capture", "DonorKv.acquire", "DonorKv._make_room"],
-    "semblend.materialize.donors.donor_memory": ["DonorMemory.fill", "DonorMemory._allocate", "DonorMemory.queue"],
-    "semblend.materialize.blend.blender": ["Blender._load!steps", "splice"],
-    "semblend.materialize.blend.passes": [
-        "PassRunner.compute!steps", "PassRunner.run_layers!steps", "PassRunner._measure_canary", "PassRunner.put_aside!steps",
-        "PassRunner._wait_for_device",
-    ],
-    "semblend.materialize.blend.repair": ["Repair.repair!steps", "Repair._choose_steps!steps", "Repair._measure_deviation!steps"],
-    "semblend.materialize.weights_watch": ["WeightsWatch.have_changed"],
     "vllm.v1.engine.output_processor": ["OutputProcessor.process_outputs"],
+    "semblend.integration.vllm.scheduler.scheduler_connector": [
+        "SchedulerConnector.note_arrival", "SchedulerConnector.count_matched", "SchedulerConnector.note_allocated",
+        "SchedulerConnector.build_orders", "SchedulerConnector.note_report", "SchedulerConnector._catch_up",
+        "SchedulerConnector.finish",
+    ],
+    "semblend.integration.vllm.connector_v1": ["SemBlendPromMetrics.observe"],
+    "semblend.integration.vllm.worker.worker_connector": [
+        "WorkerConnector.before_step", "WorkerConnector.load", "WorkerConnector.copy_out",
+        "WorkerConnector._have_weights_changed",
+    ],
+    "semblend.materialize.blend.passes": [
+        "PassRunner.compute!steps", "PassRunner.run_layers!steps", "PassRunner._wait_for_device",
+    ],
 }  # fmt: skip
 _file, _lock = None, threading.Lock()
 
@@ -64,15 +64,10 @@ def _flush_now_and_then():
 
 
 def _detail(name, args, kept):
-    if name.endswith(("count_matched", "allocated")):
+    if name.endswith(("count_matched", "note_allocated")):
         return getattr(args[1], "request_id", None)
     if name.endswith("compute") or name.endswith("run_layers"):
         return [args[2], len(args[3])]
-    if name.endswith("StockModel.forward"):
-        return len(args[1])
-    if name.endswith("_allocate"):
-        arena = args[0].arenas.get(args[1])
-        return None if arena is None else arena.free_bytes
     if name.endswith(".schedule"):
         return dict(kept.num_scheduled_tokens) if kept is not None else None
     if name.endswith("add_request"):
@@ -137,8 +132,8 @@ def patch(module, names):
             owner = getattr(owner, part, None)
         if owner is not None and where[-1] in getattr(owner, "__dict__", {}):
             setattr(owner, where[-1], wrap(owner.__dict__[where[-1]], path, how))
-    if module.__name__ == "semblend.integration.vllm.worker.worker_half" and os.environ.get("LOOK_PROFILE"):
-        _profile_loads(module.WorkerHalf, os.environ["LOOK_PROFILE"])
+    if module.__name__ == "semblend.integration.vllm.worker.worker_connector" and os.environ.get("LOOK_PROFILE"):
+        _profile_loads(module.WorkerConnector, os.environ["LOOK_PROFILE"])
 
 
 def _profile_loads(half, path):
@@ -161,7 +156,9 @@ def _profile_loads(half, path):
         try:
             cuda = torch.autograd.DeviceType.CUDA
             events = [
-                [e.name[:80], e.time_range.start, e.time_range.end] for e in seen.events() if e.device_type == cuda
+                [e.name[:80], e.time_range.start, e.time_range.end, e.device_type == cuda]
+                for e in seen.events()
+                if e.device_type == cuda or e.name.startswith("cuda")
             ]
         except Exception as error:
             events = repr(error)

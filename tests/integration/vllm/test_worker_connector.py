@@ -107,6 +107,21 @@ def test_an_answer_does_not_wait_for_its_capture_and_the_next_owner_of_its_block
     assert torch.equal(held.v, torch.stack([v for _, v in computed]))
 
 
+def test_a_capture_waits_until_the_first_token_was_read_unless_nothing_runs(worker):
+    tokens, orders = [1, 2, 3, *DOCUMENT], Capture("d", 1, 83, tuple(range(6)))
+    worker.engine.cold(tokens, range(20))
+    for steps, busy in ((2, 40.0), (1, None)):
+        worker.half.capture(Orders(captures=[orders]))
+        taken = []
+        for _ in range(steps):
+            worker.half.before_step(Orders(work_ms=busy))
+            worker.half.capture(Orders(work_ms=busy))
+            report = worker.half.take_report()
+            taken.append(report is not None and ("d", 1) in report.captured)
+        assert taken == [False, True][-steps:]
+        worker.half.donor_kv.drop_all()
+
+
 def test_a_capture_whose_blocks_may_have_been_written_is_none(worker):
     worker.engine.cold(DOCUMENT, range(20))
     worker.half.capture(Orders(captures=[Capture("late", 1, 80, tuple(range(5)))]))

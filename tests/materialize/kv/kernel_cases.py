@@ -239,7 +239,9 @@ def attended_before(case, first: list[int]) -> Attended:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("first", [[1] * 8, [1, 1, 4, 4, 4, 91, 91, 91], [1, 2, 4, 18, 41, 91, 92, 120]])
-def test_rows_go_on_from_what_was_attended_before(dtype, first):
+@pytest.mark.parametrize("part_tokens", [32, 512])
+def test_rows_go_on_from_what_was_attended_before(dtype, first, part_tokens, monkeypatch):
+    monkeypatch.setattr(attention_kernels, "NEAR_PART_TOKENS", part_tokens)  # in several parts, and in one
     case = attention_case([0, 3, 17, 40, 90, 91, 100, 119], 120, 6, 2, 16, dtype)
     want, have = attend_plain(*case), scattered_attention(*case, after=attended_before(case, first))
     tolerance = 2e-5 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps
@@ -299,7 +301,9 @@ def test_where_vllms_attention_fails_or_is_another_ours_does_it_all(fa_utils):
 
 
 @pytest.mark.parametrize("chosen", [range(0, 200, 7), range(200), [*range(3), *range(90, 140), 199]])
-def test_vllms_attention_for_far_keys_and_ours_for_near_ones_are_attention(chosen, fa_utils, monkeypatch):
+@pytest.mark.parametrize("part_tokens", [32, 512])
+def test_vllms_attention_for_far_keys_and_ours_for_near_ones_are_attention(chosen, part_tokens, fa_utils, monkeypatch):
+    monkeypatch.setattr(attention_kernels, "NEAR_PART_TOKENS", part_tokens)
     monkeypatch.setattr(pass_attention, "GROUP_ROWS", 8)
     at, blocks = torch.tensor(list(chosen)), torch.randperm(60)[:50]
     q, _, _, k, v, scale = attention_case(at.tolist(), 232, 6, 2, 16, torch.float32, block=4)

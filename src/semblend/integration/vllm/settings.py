@@ -26,9 +26,9 @@ class ConnectorSettings(LocalSettings):
         AUTO, "Host memory for donor KV, per rank; by itself a quarter of what is free at the start, at most 16 GiB."
     )
     donor_device_bytes: int = setting(
-        0,
-        "Accelerator memory for donor KV, per rank; 0 = none. -1 = decided at start: at most a half of what vLLM "
-        "leaves free once it has warmed up, at most a twentieth of the device, none where 2 GiB would not stay free.",
+        AUTO,
+        "Accelerator memory for donor KV, per rank; 0 = none. By itself at most a half of what vLLM leaves free once "
+        "it has warmed up, at most a twentieth of the device, none where 2 GiB would not stay free.",
     )
     donor_bits: int = setting(
         16, "Bits of a number of donor KV outside the accelerator: 16, or 8 for half the memory and a small error."

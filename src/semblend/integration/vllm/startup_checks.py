@@ -120,15 +120,15 @@ def _choose_host_bytes(settings: ConnectorSettings, model: StockModel) -> int:
 def place_donors(worker: WorkerConnector, settings: ConnectorSettings, vllm_config: Any, kv_cache_config: Any) -> None:
     """Give donors the device memory that vLLM leaves over, once it has warmed up; say how many fit where.
 
-    Where vLLM was given the bytes of its cache instead of a share, or gives all memory back to sleep, nobody knows what
-    it would miss: there is none then.
+    None where vLLM gives all memory back to sleep. Where it was given the bytes of its cache, it has no share of the
+    device beyond them.
     """
     device, cache = worker.device, vllm_config.cache_config
-    knows = not getattr(cache, "kv_cache_memory_bytes", None)
     sleeps = bool(getattr(vllm_config.model_config, "enable_sleep_mode", False))
-    if settings.donor_device_bytes == AUTO and device.type == "cuda" and knows and not sleeps:
+    if settings.donor_device_bytes == AUTO and device.type == "cuda" and not sleeps:
         free, total = torch.cuda.mem_get_info(device)
-        worker.donor_kv.give_device(device, choose_device_bytes(free, total, float(cache.gpu_memory_utilization)))
+        share = 0.0 if getattr(cache, "kv_cache_memory_bytes", None) else float(cache.gpu_memory_utilization)
+        worker.donor_kv.give_device(device, choose_device_bytes(free, total, share))
     budgets, (token, spec) = worker.donor_kv.budgets, _count_token_bytes(kv_cache_config)
     places = describe_places(budgets["device"], budgets["host"], token, token * _share_of(settings.donor_bits, spec))
     disk = f", {budgets['disk'] / GIB:.1f} GiB on the disk" if budgets["disk"] else ""

@@ -72,7 +72,7 @@ def _attended(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["rows", "total"], do_not_specialize_on_alignment=["positions", "context", "firsts"])
 def _attention_kernel(  # type: ignore[no-untyped-def]
-    q, positions, context, k, v, out, sums, before, before_sums, firsts,
+    q, positions, context, k, v, out, partial, sums, before, before_sums, firsts,
     rows, total, part_tokens, scale, q_row, q_head, kv_block, kv_token, kv_head,
     GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,  # noqa: N803
     TILE: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr, SPLIT: tl.constexpr, GOES_ON: tl.constexpr,  # noqa: N803
@@ -86,74 +86,108 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     row = packed // GROUP
     head = kv * GROUP + packed % GROUP
     limit = tl.minimum(tl.load(positions + row, mask=live, other=-1), total - 1).to(tl.int32)
+    first = limit
+    begin = 0
+    seen_by_all = 0  # from here on no row has seen a key yet
+    if GOES_ON:
+        first = tl.load(firsts + row, mask=live, other=0).to(tl.int32)
+        begin = tl.min(tl.where(live, first, total), 0)
+        seen_by_all = tl.max(tl.where(live, first, 0), 0)
+    end = tl.max(limit, 0) + 1
+    place = row.to(tl.int64) * HEADS + head
+    if SPLIT:
+        if GOES_ON:  # parts of what is left to this tile, so that a long way is never one program's
+            part_tokens = tl.maximum(part_tokens, tl.cdiv(end - begin, tl.num_programs(2) * KEYS) * KEYS)
+        alone = end - begin <= part_tokens
+        begin += part * part_tokens
+        end = tl.minimum(end, begin + part_tokens)
+        place_of_sums = (place + part.to(tl.int64) * rows * HEADS) * 2
+        if (begin >= end) | (alone & (part > 0)):
+            tl.store(sums + place_of_sums + 1, tl.zeros([TILE], tl.float32), mask=live)
+            return
     dim = tl.arange(0, DIMS)
     real = live[:, None] & (dim < HEAD_DIM)[None, :]
     asked = tl.load(q + row.to(tl.int64)[:, None] * q_row + head[:, None] * q_head + dim[None, :], mask=real, other=0.0)
     asked = asked.to(tl.float32) if WIDEN else asked
-    place = row.to(tl.int64) * HEADS + head
-    if GOES_ON:
-        first = tl.load(firsts + row, mask=live, other=0).to(tl.int32)
+    peak = tl.full([TILE], float("-inf"), tl.float32)
+    mass = tl.zeros([TILE], tl.float32)
+    mixed = tl.zeros([TILE, DIMS], tl.float32)
+    if GOES_ON and part == 0:
         theirs = rows - 1 - row.to(tl.int64)
         peak = tl.load(before_sums + head.to(tl.int64) * rows + theirs, mask=live, other=0.0) * LOG2_E
         mass = tl.full([TILE], 1.0, tl.float32)
         there = (theirs * HEADS + head) * HEAD_DIM
         mixed = tl.load(before + there[:, None] + dim[None, :], mask=real, other=0.0).to(tl.float32)
-        begin = tl.min(tl.where(live, first, total), 0)
-        end = tl.max(limit, 0) + 1
-        middle = begin
-    else:
-        first = limit
-        peak = tl.full([TILE], float("-inf"), tl.float32)
-        mass = tl.zeros([TILE], tl.float32)
-        mixed = tl.zeros([TILE, DIMS], tl.float32)
-        begin = part * part_tokens
-        end = tl.minimum(tl.max(limit, 0) + 1, begin + part_tokens)
-        nearest = tl.min(tl.where(live, limit, total), 0) + 1
-        middle = tl.maximum(begin, begin + (tl.minimum(nearest, end) - begin) // KEYS * KEYS)
     strides = (kv_block, kv_token, kv * kv_head)
-    for at in range(begin, middle, KEYS):
+    nearest = tl.minimum(tl.min(tl.where(live, limit, total), 0) + 1, end)
+    inner = begin  # between here and `outer` every row sees every key
+    if GOES_ON:
+        inner += tl.cdiv(tl.maximum(tl.minimum(seen_by_all, end) - begin, 0), KEYS) * KEYS
+        for at in range(begin, tl.minimum(inner, end), KEYS):
+            key = at + tl.arange(0, KEYS)
+            peak, mass, mixed = _attended(
+                (peak, mass, mixed), asked, first, limit, key, end, k, v, context, strides, scale, dim,
+                HEAD_DIM, BLOCK_TOKENS, True, True, WIDEN,
+            )  # fmt: skip
+    outer = inner + tl.maximum(nearest - inner, 0) // KEYS * KEYS
+    for at in range(inner, outer, KEYS):
         key = at + tl.arange(0, KEYS)
         peak, mass, mixed = _attended(
             (peak, mass, mixed), asked, first, limit, key, end, k, v, context, strides, scale, dim,
-            HEAD_DIM, BLOCK_TOKENS, False, GOES_ON, WIDEN,
+            HEAD_DIM, BLOCK_TOKENS, False, False, WIDEN,
         )  # fmt: skip
-    for at in range(middle, end, KEYS):
+    for at in range(outer, end, KEYS):
         key = at + tl.arange(0, KEYS)
         peak, mass, mixed = _attended(
             (peak, mass, mixed), asked, first, limit, key, end, k, v, context, strides, scale, dim,
-            HEAD_DIM, BLOCK_TOKENS, True, GOES_ON, WIDEN,
+            HEAD_DIM, BLOCK_TOKENS, True, False, WIDEN,
         )  # fmt: skip
     if SPLIT:
-        place += part.to(tl.int64) * rows * HEADS
-        reached = live & (limit >= begin)  # of other rows nobody reads anything
-        tl.store(out + place[:, None] * HEAD_DIM + dim[None, :], mixed, mask=real & reached[:, None])
-        tl.store(sums + place * 2, peak, mask=reached)
-        tl.store(sums + place * 2 + 1, mass, mask=reached)
-    else:
-        mixed = mixed / tl.where(mass > 0, mass, 1.0)[:, None]
-        tl.store(out + place[:, None] * HEAD_DIM + dim[None, :], mixed.to(out.dtype.element_ty), mask=real)
+        if not alone:
+            there = place[:, None] + part.to(tl.int64) * rows * HEADS
+            reached = real & (mass > 0)[:, None]  # of other rows nobody reads anything
+            tl.store(partial + there * HEAD_DIM + dim[None, :], mixed, mask=reached)
+            tl.store(sums + place_of_sums, peak, mask=live)
+            tl.store(sums + place_of_sums + 1, mass, mask=live)
+            return
+        tl.store(sums + place_of_sums + 1, tl.zeros([TILE], tl.float32), mask=live)
+    mixed = mixed / tl.where(mass > 0, mass, 1.0)[:, None]
+    tl.store(out + place[:, None] * HEAD_DIM + dim[None, :], mixed.to(out.dtype.element_ty), mask=real)
 
 
-@triton.jit(do_not_specialize=["total"], do_not_specialize_on_alignment=["positions"])
+@triton.jit(do_not_specialize=["total", "parts"], do_not_specialize_on_alignment=["positions"])
 def _join_kernel(  # type: ignore[no-untyped-def]
-    mixed, sums, positions, out, total, part_tokens,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,  # noqa: N803
+    partial, sums, positions, out, total, parts, part_tokens,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, SOME: tl.constexpr,  # noqa: N803
+    GOES_ON: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    """Adds up what a row's parts have: each its unscaled sum of values, its highest score (base 2) and its mass."""
+    """Adds up what a row's parts have: each its unscaled sum of values, its highest score (base 2) and its mass.
+
+    A row whose first part has no mass was finished by one program.
+    """
     row = tl.program_id(0).to(tl.int64)
     place, apart = row * HEADS + tl.program_id(1), tl.num_programs(0).to(tl.int64) * HEADS
-    used = tl.minimum(tl.load(positions + row), total - 1) // part_tokens + 1  # the others saw nothing of this row's
+    if tl.load(sums + place * 2 + 1) == 0:
+        return
+    if not GOES_ON:
+        parts = tl.minimum(parts, tl.minimum(tl.load(positions + row), total - 1) // part_tokens + 1)  # those it sees
     dim = tl.arange(0, DIMS)
-    peak = tl.load(sums + place * 2)
-    mass = tl.load(sums + place * 2 + 1)
-    found = tl.load(mixed + place * HEAD_DIM + dim, mask=dim < HEAD_DIM, other=0.0)
-    for part in range(1, used):
-        there = place + part * apart
-        theirs = tl.load(sums + there * 2)
-        higher = tl.maximum(peak, theirs)  # the first part always sees position 0, so it is finite
-        fade, share = tl.exp2(peak - higher), tl.exp2(theirs - higher)
-        mass = mass * fade + tl.load(sums + there * 2 + 1) * share
-        found = found * fade + tl.load(mixed + there * HEAD_DIM + dim, mask=dim < HEAD_DIM, other=0.0) * share
+    peak = tl.load(sums + place * 2)  # the first part has seen something: it is finite
+    mass = tl.full([], 0.0, tl.float32)
+    found = tl.zeros([DIMS], tl.float32)
+    for begin in range(0, parts, SOME):
+        part = begin + tl.arange(0, SOME)
+        there = place + part.to(tl.int64) * apart
+        their_mass = tl.load(sums + there * 2 + 1, mask=part < parts, other=0.0)
+        has = their_mass > 0
+        theirs = tl.load(sums + there * 2, mask=has, other=float("-inf"))
+        higher = tl.maximum(peak, tl.max(theirs, 0))
+        fade, shares = tl.exp2(peak - higher), tl.exp2(theirs - higher)
+        mixed = tl.load(
+            partial + there[:, None] * HEAD_DIM + dim[None, :], mask=has[:, None] & (dim < HEAD_DIM)[None, :], other=0.0
+        )
+        mass = mass * fade + tl.sum(their_mass * shares, 0)
+        found = found * fade + tl.sum(mixed * shares[:, None], 0)
         peak = higher
     tl.store(out + place * HEAD_DIM + dim, (found / mass).to(out.dtype.element_ty), mask=dim < HEAD_DIM)
 
@@ -196,19 +230,19 @@ def scattered_attention(
     pool_k, pool_v = as_blocks(k), as_blocks(v)
     kv_heads = pool_k.shape[2]
     group = heads // kv_heads
-    tile, keys, warps, stages = _work_shape(head_dim, q.dtype, rows * group, q.device)
-    tiles = triton.cdiv(rows * group, tile)
-    if after is not None:
-        parts = 1
-        tile, keys, warps, stages = _near_shape(head_dim, q.dtype)
-        tiles = triton.cdiv(rows * group, tile)
-    elif parts is None:
-        parts = parts_of(tiles * kv_heads, len(context), q.device)
+    shape = _choose_shape(head_dim, q.dtype, rows * group, q.device, goes_on=after is not None)
+    tiles = triton.cdiv(rows * group, shape.tile)
+    if parts is None:
+        parts = NEAR_PARTS if after is not None else parts_of(tiles * kv_heads, len(context), q.device)
     parts = bound_parts(parts, rows * heads * head_dim)
-    part_tokens = triton.cdiv(triton.cdiv(len(context), parts), keys) * keys
+    least = shape.keys if after is None else NEAR_PART_TOKENS
+    part_tokens = max(least, triton.cdiv(triton.cdiv(len(context), parts), shape.keys) * shape.keys)
+    part_tokens = part_tokens if after is None else least
     split = parts > 1
-    out = torch.empty((parts, rows, heads, head_dim), dtype=torch.float32 if split else q.dtype, device=q.device)
+    out = torch.empty((rows, heads, head_dim), dtype=q.dtype, device=q.device)
+    partial = torch.empty((parts, rows, heads, head_dim) if split else (1,), dtype=torch.float32, device=q.device)
     sums = torch.empty((parts, rows, heads, 2) if split else (1,), dtype=torch.float32, device=q.device)
+    shapes = {"HEADS": heads, "HEAD_DIM": head_dim, "DIMS": max(16, triton.next_power_of_2(head_dim))}
     _attention_kernel[(tiles, kv_heads, parts)](
         q,
         positions,
@@ -216,6 +250,7 @@ def scattered_attention(
         pool_k,
         pool_v,
         out,
+        partial,
         sums,
         q if after is None else after.out.contiguous(),
         sums if after is None else after.logsumexp.contiguous(),
@@ -228,26 +263,22 @@ def scattered_attention(
         q.stride(1),
         *pool_k.stride()[:3],
         GROUP=group,
-        HEADS=heads,
-        HEAD_DIM=head_dim,
         BLOCK_TOKENS=pool_k.shape[1],
-        TILE=tile,
-        KEYS=keys,
-        DIMS=max(16, triton.next_power_of_2(head_dim)),
+        TILE=shape.tile,
+        KEYS=shape.keys,
         SPLIT=split,
         GOES_ON=after is not None,
         WIDEN=q.device.type == "cpu" and q.dtype == torch.bfloat16,  # the interpreter multiplies bfloat16 bit patterns
-        num_warps=warps,
-        num_stages=stages,
+        **shapes,
+        num_warps=shape.warps,
+        num_stages=shape.stages,
     )
-    if not split:
-        return out[0]
-    joined = torch.empty((rows, heads, head_dim), dtype=q.dtype, device=q.device)
-    dims = triton.next_power_of_2(head_dim)
-    _join_kernel[(rows, heads)](
-        out, sums, positions, joined, len(context), part_tokens, HEADS=heads, HEAD_DIM=head_dim, DIMS=dims, num_warps=1
-    )
-    return joined
+    if split:
+        numbers, goes_on = (len(context), parts, part_tokens), after is not None
+        _join_kernel[(rows, heads)](
+            partial, sums, positions, out, *numbers, SOME=JOINED_AT_ONCE, GOES_ON=goes_on, **shapes, num_warps=1
+        )
+    return out
 
 
 def as_blocks(pool: Tensor) -> Tensor:
@@ -275,18 +306,28 @@ def check_attention(q: Tensor, positions: Tensor, context: Tensor, k: Tensor, v:
         )
 
 
-def _work_shape(head_dim: int, dtype: torch.dtype, queries: int, device: torch.device) -> tuple[int, int, int, int]:
-    """Queries and keys of a tile, warps, and keys loaded ahead; measured on an H200 (docs/research/vllm.md)."""
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """Queries and keys of a tile, warps, and keys loaded ahead."""
+
+    tile: int
+    keys: int
+    warps: int
+    stages: int
+
+
+NEAR_PARTS, NEAR_PART_TOKENS = 16, 512
+"""Rows that go on from what others have done walk to their own keys in so many parts at most, none shorter."""
+JOINED_AT_ONCE = 16
+
+
+def _choose_shape(head_dim: int, dtype: torch.dtype, queries: int, device: torch.device, *, goes_on: bool) -> _Shape:
+    """Measured on an H200 (`research/vllm/attention_shapes.py`)."""
     if dtype == torch.float32 or head_dim > 128:
-        return 32, 32, 4, 2
-    if near_memory(device) < MUCH_NEAR_MEMORY:
-        return 64, 64, 4, 3
-    return (128, 128, 8, 3) if queries >= 4096 else (64, 128, 4, 3)
-
-
-def _near_shape(head_dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """The same for rows that go on from what others have done: every key has a mask."""
-    return (32, 32, 4, 2) if dtype == torch.float32 or head_dim > 128 else (64, 32, 4, 3)
+        return _Shape(32, 32, 4, 2)
+    if goes_on or queries < 4096 or near_memory(device) < MUCH_NEAR_MEMORY:
+        return _Shape(64, 64, 4, 3)
+    return _Shape(128, 128, 8, 3)
 
 
 @cache
@@ -319,6 +360,19 @@ def parts_of(programs: int, tokens: int, device: torch.device) -> int:
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     wanted = 1 if programs >= 2 * processors else -(-3 * processors // programs)
     return max(1, min(wanted, tokens // 1024))
+
+
+def recorded_parts(rows: int, heads: int, kv_heads: int, longest: int) -> int:
+    """Into how many parts the context is cut where a pass is recorded, for prompts of up to ``longest`` tokens.
+
+    A recording does not know how long its prompt will be: cut by the longest one, the few parts that a short prompt
+    reaches would leave a GPU idle (64 rows of 12 heads among 8,192 tokens: 31 us a layer in parts of 512, 43 of 1,024).
+
+    >>> recorded_parts(64, 12, 2, 25_088), recorded_parts(448, 28, 4, 25_088)
+    (49, 3)
+    """
+    programs = triton.cdiv(rows * heads // kv_heads, 64) * kv_heads
+    return max(1, longest // max(512, triton.next_power_of_2(32 * programs)))
 
 
 # -- Triton kernels for the attention that a question pays to every key, summed over its rows and heads.

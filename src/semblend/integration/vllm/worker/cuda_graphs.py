@@ -30,11 +30,6 @@ SIZES = {"kernel": (64, 128, 256, 384, 448), "groups": tuple(GROUP_ROWS * count 
 tokens: 23.6 ms with our kernel and 27.1 in groups; 512: 24.4 and 24.8; H200, the shape of Qwen2.5-7B). With more rows
 than these the work hides its launches."""
 
-RECORDED_PARTS = {64: 1024, 128: 2048}
-"""Tokens of a part of the context, for graphs of so many rows. A recorded pass does not know how long its prompt will
-be: cut by the longest one, the few parts that a short prompt reaches would leave a GPU idle (64 rows among 4,096
-tokens: 60 us a layer, and 39 so)."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Graph:

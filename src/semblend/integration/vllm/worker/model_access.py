@@ -23,7 +23,7 @@ from torch import Tensor
 
 from semblend.errors import SemBlendError
 from semblend.integration.vllm.worker.cache_layout import probe_layout
-from semblend.integration.vllm.worker.cuda_graphs import RECORDED_PARTS, RecordedLooks, RecordedPasses
+from semblend.integration.vllm.worker.cuda_graphs import RecordedLooks, RecordedPasses
 from semblend.integration.vllm.worker.pass_attention import (
     OURS,
     Attend,
@@ -34,6 +34,7 @@ from semblend.integration.vllm.worker.pass_attention import (
     can_group_rows,
     choose_attention,
     compile_attention,
+    count_recorded_parts,
     replace_attention,
 )
 from semblend.materialize.contract import Capabilities, Layout, Observer, Rows, StopPass
@@ -159,8 +160,7 @@ class StockModel:
             return self._run_pass(rows, None, keep_queries)
 
         def run_kernel(rows: Rows, queries: Tensor) -> Tensor:
-            part = RECORDED_PARTS.get(len(rows))
-            parts = max(1, len(rows.context) // part) if part else None
+            parts = count_recorded_parts(rows, layer)
             return run(rows, queries, attend_scattered(rows.positions, rows.context, views, layer.impl, parts))
 
         def run_groups(rows: Rows, queries: Tensor) -> Tensor:

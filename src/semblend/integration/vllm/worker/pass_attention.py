@@ -184,6 +184,13 @@ def _kernel() -> Any:
     return scattered_attention
 
 
+def count_recorded_parts(rows: Rows, layer: Any) -> int:
+    """Into how many parts the context of a recorded pass is cut."""
+    from semblend.materialize.kv.attention_kernels import recorded_parts
+
+    return recorded_parts(len(rows), layer.num_heads, layer.num_kv_heads, len(rows.context))
+
+
 def compile_attention(views: KvLayout, layer: Any) -> None:
     """Runs our kernels in all variants: few rows and many, the context in one part and in several; and the mass."""
     from semblend.materialize.kv.attention_kernels import measure_question_mass

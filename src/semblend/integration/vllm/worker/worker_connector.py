@@ -4,10 +4,11 @@
               piece by piece, a part of each step (`LoadQueue`), before the step's forward pass. A load that is refused
               or fails is told as invalid blocks, in the step in which it ends: vLLM has computed nothing on them, and
               prefills the prompt itself
-    capture   exact prompts become donors, in host memory, under a byte budget. They are copied when the next step
-              begins, before anything of it is computed (`before_step`): the answer does not wait for it, and nobody has
-              written their blocks. On a GPU the copies are queued beside the next steps; a request that ends before its
-              copy has arrived gives its blocks away, and the step that gets them is ordered behind the copy
+    capture   exact prompts become donors, under a byte budget. They are copied when the step after next begins, or
+              sooner if their blocks are given away, before anything of that step is computed (`before_step`): nobody
+              has written their blocks. The next step would be too soon: an engine that schedules ahead launches it
+              before it reads the first token. On a GPU the copies are queued beside the next steps; a request that
+              ends before its copy has arrived gives its blocks away, and the step that gets them is ordered behind it
 
 Nothing raises: what failed stands in the report and in the log, a load that was ordered is refused, and a capture is
 told as not captured. The one exception is a `RankError`: a failure on one of several tensor-parallel ranks, while all
@@ -179,7 +180,9 @@ class WorkerConnector(RefusingConnector):
         if directory is not None:
             directory.verify_ahead()
         self.donor_kv.reserve(model.device)
-        self._due: list[Capture] = []  # ordered in the last step
+        self._fresh: list[Capture] = []  # ordered in the last step
+        self._due: list[Capture] = []  # ordered before it
+        self._is_between_steps = True
         self._reading: dict[str, Arrival] = {}
         self._blenders: dict[str, Blender] = {}
         self._pace = Pace(quality.piece_ms)
@@ -236,10 +239,15 @@ class WorkerConnector(RefusingConnector):
             self.donor_kv.drop("")
 
     def before_step(self, orders: Orders) -> None:
-        """Before anything of a step is computed: the last step's captures, and the wait for those that still read
-        blocks which have a new owner."""
-        self.copy_out()
+        """Before anything of a step is computed: captures that are due, and the wait for those that still read blocks
+        which have a new owner."""
         freed, orders.freed = orders.freed, []
+        is_idle = orders.work_ms is None  # nobody waits, and there may be no step after this one
+        later = [order for order in self._fresh if not is_idle and order.donor_id not in freed]
+        self._due += [order for order in self._fresh if is_idle or order.donor_id in freed]
+        self._fresh = []
+        self._copy_due()
+        self._due, self._is_between_steps = later, False
         for request_id in freed:
             with self._guard("wait for a capture", request_id):
                 if (arrival := self._reading.pop(request_id, None)) is not None:
@@ -276,9 +284,13 @@ class WorkerConnector(RefusingConnector):
             self._finish(load, outcome)
 
     def capture(self, orders: Orders) -> None:
-        """After the step's forward pass: what to copy is noted, and copied before the next one (`copy_out`)."""
-        self._report.not_captured.update((order.donor_id, order.generation) for order in self._due)  # written meanwhile
-        self._due, orders.captures = orders.captures, []
+        """After the step's forward pass: what to copy is noted, and copied before a later one (`before_step`)."""
+        if self._is_between_steps:  # nobody has said whose blocks were given away: they may be written by now
+            lost = (*self._due, *self._fresh)
+            self._report.not_captured.update((order.donor_id, order.generation) for order in lost)
+            self._due = []
+        self._is_between_steps = True
+        self._fresh, orders.captures = orders.captures, []
         publications, orders.publications = orders.publications, []
         served, orders.served = orders.served, []
         self._report.served.extend(served)
@@ -286,7 +298,11 @@ class WorkerConnector(RefusingConnector):
             self._publish(publication)
 
     def copy_out(self) -> None:
-        """Copy what the last step ordered. Nothing may have been computed since: the blocks may be others' by now."""
+        """Copy at once all that was ordered."""
+        self._due, self._fresh = [*self._due, *self._fresh], []
+        self._copy_due()
+
+    def _copy_due(self) -> None:
         captures, self._due = self._due, []
         for order in captures:
             key = (order.donor_id, order.generation)
@@ -315,7 +331,8 @@ class WorkerConnector(RefusingConnector):
         return super().take_report()
 
     def close(self) -> None:
-        self._due = [order for order in self._due if order.publication is not None]
+        self._due = [order for order in (*self._due, *self._fresh) if order.publication is not None]
+        self._fresh = []
         if self._due:  # an engine that has no step after its last answer publishes too
             with self._guard("capture"):
                 self.copy_out()

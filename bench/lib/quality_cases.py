@@ -394,12 +394,12 @@ def _histories(how: str) -> Callable[[_Source], Iterator[Case]]:
         for turn in itertools.zip_longest(*lines):
             for found in turn:
                 if found is not None:
-                    yield _edited_history(found, how, encode, asked)
+                    yield make_history(found, how, encode, asked)
 
     return make
 
 
-def _edited_history(found: EditedPrompt, how: str, encode: Callable[[Message], Tokens], asked: Tokens) -> Case:
+def make_history(found: EditedPrompt, how: str, encode: Callable[[Message], Tokens], asked: Tokens) -> Case:
     """Without spans where donors hold nothing worth moving: such a prompt is computed behind its exact tokens."""
     donor, tokens, other = (
         [token for message in messages for token in encode(message)] + asked

@@ -74,6 +74,7 @@ def recipes(thresholds: Thresholds) -> tuple[Recipe, ...]:
         return QualitySettings(thresholds=always, steps=(Step(percent, rule, "", ""),), most_work=10, **bare)
 
     def at_once(percent: int) -> QualitySettings:
+        """In one pass where the gate would take one for an edited history; else as `attended`."""
         accepts = DialTable({PassageOrder.IN_ORDER: {percent: 0.0}}, {percent: (0.0, 0.0, 0.0, 0.0, -20.0)})
         step = Step(percent, "attended")
         return QualitySettings(thresholds=replace(always, edit_dial=accepts), steps=(step,), most_work=10)

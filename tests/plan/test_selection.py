@@ -12,6 +12,7 @@ from semblend.plan.selection import (
     SELECTIONS,
     Scores,
     keep_in_order,
+    leave_out_repetitions,
     select_largest,
 )
 from semblend.span import Span
@@ -124,3 +125,29 @@ def test_what_is_kept_is_in_its_donors_orders_unless_too_much_would_be_left_out(
         assert kept == in_order
     if left_out > share * sum(span.length for span in spans) + slack:
         assert kept == spans
+
+
+def test_what_an_agent_repeats_of_its_history_is_left_out_and_the_history_is_in_order_again():
+    history, name, kept, result = lay_out(("d", 500, 400), ("d", 520, 32), ("d", 950, 300), ("d", 0, 60))
+    assert leave_out_repetitions([history, name, kept, result]) == (history, kept)
+
+
+def test_of_two_copies_the_longer_one_stays_wherever_it_stands():
+    summary, history = lay_out(("d", 700, 40), ("d", 500, 400))
+    assert leave_out_repetitions([summary, history]) == (history,)
+
+
+def test_a_passage_that_moved_ahead_is_no_repetition():
+    spans = lay_out(("d", 900, 100), ("d", 0, 400))
+    assert leave_out_repetitions(spans) == spans
+
+
+@given(pieces, st.floats(0, 0.99))
+def test_repetitions_left_out_leave_no_donor_token_mostly_twice_and_most_of_what_was_there_once(pieces, share):
+    spans = lay_out(*pieces)
+    kept = leave_out_repetitions(spans, share)
+    assert set(kept) <= set(spans)
+    assert list(kept) == sorted(kept, key=lambda span: span.target_start)
+    longest = max(span.length for span in spans)
+    assert sum(span.length for span in kept) >= (1 - share) * longest - 1e-6
+    assert leave_out_repetitions(kept, share) == kept or share > 0

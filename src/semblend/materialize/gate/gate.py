@@ -36,7 +36,8 @@ class Gate:
     With a ``dial``, which was measured for the model at any number, by what that expects of prompts whose passages have
     this ``order``. Without one by ``thresholds``, which hold at .02 nats, at another number scaled with it.
     ``least``: percent that a repair computes at least, because smaller ones were seldom enough for such prompts.
-    ``is_edited``: much of the prompt is new (`PlanShape.is_edited`), so that to compute it twice saves little.
+    ``is_edited``: such prompts were measured (`PlanShape.is_edited`), with one pass: to compute what is new in them
+    twice saves little.
     """
 
     thresholds: Thresholds = DEFAULT
@@ -50,7 +51,11 @@ class Gate:
     def of(cls, thresholds: Thresholds, plan: ReusePlan, nats: float) -> Gate:
         """The gate of a plan: by the dial that was measured on prompts like this one, else by the thresholds."""
         shape = PlanShape.of(plan)
-        return cls(thresholds, nats, thresholds.find_dial(shape), shape.order, plan.repair, shape.is_edited)
+        if shape.is_edited and thresholds.edit_dial.knows(shape.order):
+            return cls(thresholds, nats, thresholds.edit_dial, shape.order, plan.repair, is_edited=True)
+        # Of a part of a donor nothing is known: dials were measured on whole documents, and take nearly all of them.
+        dial = None if shape.in_part else thresholds.find_dial(shape.order)
+        return cls(thresholds, nats, dial, shape.order, plan.repair)
 
     @property
     def sees_at_once(self) -> bool:

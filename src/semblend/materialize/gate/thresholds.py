@@ -35,6 +35,10 @@ SMALL_SHARE = 0.1
 """A donor, or an order, that concerns less than this share of the reused tokens does not make a kind of its own."""
 
 
+NEW_SHARE = 0.15
+"""Where more of a prompt is new, two passes over that and a repair of 10 % come to half of a prefill."""
+
+
 class PassageOrder(StrEnum):
     """In which order the prompt holds the reused tokens: this decides most of what the gate will say.
 
@@ -92,11 +96,16 @@ class PlanShape:
         return PassageOrder.REORDERED if self.turned_tokens > few else PassageOrder.IN_ORDER
 
     @property
+    def in_part(self) -> bool:
+        """Whether passages were left out or put in among those of one donor in order."""
+        return self.order is PassageOrder.IN_ORDER and self.among_tokens > SMALL_SHARE * self.reused_tokens
+
+    @property
     def is_edited(self) -> bool:
-        """Whether one donor's tokens are in order, but some were left out among them, or more than a question is new:
-        an agent that edited its history is like that, and a part of a donor's passages."""
-        different = max(self.among_tokens, self.tokens - self.reused_tokens)
-        return self.order is PassageOrder.IN_ORDER and different > SMALL_SHARE * self.reused_tokens
+        """Whether one donor's tokens are there in part, or in order with much that is new: an agent that edited its
+        history is like that, and a part of a donor's passages."""
+        has_much_new = self.tokens - self.reused_tokens > NEW_SHARE * self.tokens
+        return self.in_part or (self.order is PassageOrder.IN_ORDER and has_much_new)
 
     @property
     def kind(self) -> str:
@@ -370,10 +379,9 @@ class Thresholds:
         known = {10: self.kl_10, 20: self.kl_20, 40: self.kl_40}
         return known[step] if step in known else min(self.kl_10, self.kl_20, self.kl_40)
 
-    def find_dial(self, shape: PlanShape) -> DialTable | None:
-        """The dial that knows prompts like these; None: they are judged by thresholds."""
-        dials = (self.edit_dial,) if shape.is_edited else (self.dial, self.borrowed_dial)
-        return next((dial for dial in dials if dial.knows(shape.order)), None)
+    def find_dial(self, order: PassageOrder) -> DialTable | None:
+        """The dial that knows prompts of this order; None: they are judged by thresholds."""
+        return next((dial for dial in (self.dial, self.borrowed_dial) if dial.knows(order)), None)
 
     def expect(self, step: int, features: RiskFeatures) -> float:
         """Divergence from cold that an answer would have now."""

@@ -17,30 +17,13 @@ from lib.quality_lab import decide
 from semblend.materialize.blend.quality import QualitySettings
 from semblend.plan.reuse_plan import ReusePlan
 
-WORDS = [
-    "flight",
-    "seat",
-    "paid",
-    "booked",
-    "name",
-    "date",
-    "meal",
-    "gate",
-    "cabin",
-    "bag",
-    "child",
-    "card",
-    "refund",
-    "hotel",
-    "visa",
-    "train",
-]
+WORDS = ("flight", "seat", "paid", "name", "date", "meal", "gate", "cabin", "bag", "child", "card", "visa")
 
 
 def make_run(name: str, turns: int, system: str = "Be kind. " * 40) -> Run:
     messages = [Message("system", system), Message("user", f"I am {name}, help me.")]
     for turn in range(turns):
-        words = " ".join(f"{WORDS[(turn * 7 + i * 3) % 16]}-{turn}-{i}" for i in range(40))
+        words = " ".join(f"{WORDS[(turn * 7 + i * 3) % 12]}-{turn}-{i}" for i in range(40))
         call = f'<tool_call>{{"name": "look", "arguments": {{"id": {turn}}}}}</tool_call>'
         messages += [Message("assistant", f"THOUGHT: turn {turn}. ```bash\n{call}```"), Message("tool", words)]
     return Run(name, name, "made up", tuple(messages))

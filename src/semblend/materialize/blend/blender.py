@@ -412,6 +412,7 @@ class Repair:
         if not count or not self._allows(state, rows) or not self._passes.is_affordable(state, rows):
             return left[:0]
         if rule := step.rule_at_once if state.gate.is_edited else "":
+            state.canary = self._passes.check_donor_kv(state)  # before layer 0 is written
             deviation = yield from self._measure_deviation(state, squared=rule == "cacheblend", is_first=True)
             return SELECTIONS[rule](Scores(left, np.ones(len(left)), deviation[left], 0, count / len(left)))
         known = self._attended.recall(state.spans, len(state.tokens))
@@ -479,10 +480,16 @@ class Repair:
         is_first: bool = False,
     ) -> Pieces[None]:
         """Computes the rows, and notes the divergence from cold that an answer is expected to have now, in nats."""
-        repaired = np.isin(rows, chosen)
-        observer = RepairedDeviation(watch)
+        observer, before = RepairedDeviation(watch), state.computed.copy()
         state.step, state.repaired = step, state.repaired + len(chosen)
-        settled = yield from self._passes.compute(state, f"repair {step.percent} %", rows, observer, check=is_first)
+        unchecked = is_first and state.canary is None
+        # What deviates most in layer 1 need not be what the question reads: deep layers are sampled, as in mode fast.
+        deep = is_first and not unchecked
+        settled = yield from self._passes.compute(
+            state, f"repair {step.percent} %", rows, observer, check=unchecked, deep=deep
+        )
+        rows = np.union1d(rows, np.flatnonzero(state.computed & ~before))
+        repaired = np.isin(rows, chosen)
         if is_first:
             self._note_attention(state, watch)
         if state.tail is None or state.first_tail is None or state.mass is None:

@@ -10,9 +10,9 @@ requests at the same moments (a Poisson process), at rising rates:
     chat      the next turn of one of 24 conversations: what was said so far and one message more
     short     two hundred tokens of its own
 
-The pool is three times what vLLM's cache and the donors' host memory hold, so both evict all the time; `--donor-bytes`
-makes that memory small enough for a run of minutes. In time is a request whose first token comes within 500 ms and each
-later one within 50 ms of the one before it.
+The pool is three times what vLLM's cache and donors' memory hold, so both evict all the time; `--donor-bytes` (host)
+and `--device-bytes` make that memory small enough for a run of minutes. In time is a request whose first token comes
+within 500 ms and each later one within 50 ms of the one before it.
 """
 
 from __future__ import annotations
@@ -152,7 +152,8 @@ def measure(args: argparse.Namespace, pool_tokens: int) -> None:
     flags = ["--dtype", args.dtype, "--max-model-len", str(2 * max(args.lengths)), "--gpu-memory-utilization",
              str(args.memory), "--kv-cache-memory-bytes", str(int(args.kv_bytes)),
              *(["--enforce-eager"] if args.eager else [])]  # fmt: skip
-    extras: dict[str, dict[str, Any] | None] = {"stock": None, "ours": {"donor_host_bytes": int(args.donor_bytes)}}
+    held = {"donor_host_bytes": int(args.donor_bytes), "donor_device_bytes": int(args.device_bytes)}
+    extras: dict[str, dict[str, Any] | None] = {"stock": None, "ours": held}
     folder, servers = Path(tempfile.mkdtemp(prefix="vllm-mixed-")), {}
     for name, extra in extras.items():
         (folder / name).mkdir()
@@ -194,9 +195,12 @@ def main() -> int:
     parser.add_argument("--rates", type=float, nargs="+", default=[2, 4, 6, 8, 12], help="requests a second")
     parser.add_argument("--seconds", type=float, default=25, help="of each rate")
     parser.add_argument("--fill", type=int, default=150, help="requests before anything is measured")
-    parser.set_defaults(donor_bytes=8e9, kv_bytes=4e9, memory=0.3)
-    args = read_arguments(parser, lengths=[200, 300], rates=[1.0], seconds=10, fill=4, donor_bytes=1e8, kv_bytes=1e8)
-    pool_tokens = int(PRESSURE * (args.kv_bytes + args.donor_bytes) / count_kv_bytes(args.model))
+    parser.add_argument("--device-bytes", type=float, default=2e9, help="of the GPU, for donors")
+    parser.set_defaults(donor_bytes=4e9, kv_bytes=4e9, memory=0.3)
+    small = {"donor_bytes": 1e8, "device_bytes": 0, "kv_bytes": 1e8}
+    args = read_arguments(parser, lengths=[200, 300], rates=[1.0], seconds=10, fill=4, **small)
+    held_bytes = args.kv_bytes + args.donor_bytes + args.device_bytes
+    pool_tokens = int(PRESSURE * held_bytes / count_kv_bytes(args.model))
     if not args.finished_only:
         measure(args, pool_tokens)
     report = reporting.Report("vllm_mixed", args)
@@ -207,7 +211,8 @@ def main() -> int:
     write_report(
         report, args,
         f"documents of {pool_tokens:,} tokens in all: {PRESSURE:.0f} times what vLLM's cache ({args.kv_bytes / 1e9:g} "
-        f"GB) and the donors' host memory (donor_host_bytes {args.donor_bytes / 1e9:g} GB, set for this run) hold",
+        f"GB) and donors' memory (donor_host_bytes {args.donor_bytes / 1e9:g} GB, donor_device_bytes "
+        f"{args.device_bytes / 1e9:g} GB, set for this run) hold",
         f"in time: first token within {TTFT_GOAL_MS:.0f} ms, and no gap above {ITL_GOAL_MS:.0f} ms",
         "the same requests at the same moments on both servers, which take turns; all else as it is without settings",
     )  # fmt: skip

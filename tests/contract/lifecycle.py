@@ -173,7 +173,7 @@ class SymbolicEngine(Engine):
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
-    def have_changed(self) -> bool:
+    def have_changed(self, look: object = None) -> bool:
         before, self.seen_weights = self.seen_weights, self.weights
         return before != self.weights
 

@@ -23,6 +23,8 @@ from torch import Tensor
 from semblend.materialize.kv.layout import Record, record_launches
 
 log = logging.getLogger("semblend.materialize")
+Look = Callable[[], bool]
+"""Says whether the weights differ; waits for the device."""
 STRETCHES = 2
 STRETCH_NUMBERS = 128
 
@@ -42,14 +44,17 @@ class WeightsWatch:
         """16 hex digits that stand for the sampled weights; equal weights have equal digests in every process."""
         return self._digest
 
-    def have_changed(self) -> bool:
-        """Whether the weights differ from those of the last call; waits for the device."""
-        if not self.begin_look()():
+    def have_changed(self, look: Look | None = None) -> bool:
+        """Whether the weights differ from those of the last call; waits for the device.
+
+        ``look``: one that was begun when nothing of what matters had been computed yet.
+        """
+        if not (look or self.begin_look())():
             return False
         self._take_sample()
         return True
 
-    def begin_look(self) -> Callable[[], bool]:
+    def begin_look(self) -> Look:
         """Queue a comparison with the weights that were sampled, as they are now; the answer waits for it.
 
         It may be asked for in another thread.

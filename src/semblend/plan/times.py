@@ -140,16 +140,20 @@ class TimeFit:
             return
         self._seen.append((work.parts, ms))
         self._since_fit += 1
+        if self._weights is None or self._since_fit > len(self._seen) // 16:  # here, where no request waits for it
+            self._fit()
 
     def expect(self, work: Work) -> float:
         """Milliseconds that such work takes; there must be a sample."""
-        if self._weights is None or self._since_fit > len(self._seen) // 16:
-            parts, ms = map(np.array, zip(*self._seen, strict=True))
-            self._weights = fit_parts(parts, ms, self._prior)
-            self._corrections = fit_corrections(np.maximum(parts @ self._weights, SHORTEST_MS), ms)
-            self._since_fit = 0
+        assert self._weights is not None, "nothing was timed"
         sum_of_parts = max(SHORTEST_MS, float(self._weights @ np.array(work.parts)))
         return sum_of_parts * math.exp(np.interp(math.log(sum_of_parts), *self._corrections))
+
+    def _fit(self) -> None:
+        parts, ms = map(np.array, zip(*self._seen, strict=True))
+        self._weights = fit_parts(parts, ms, self._prior)
+        self._corrections = fit_corrections(np.maximum(parts @ self._weights, SHORTEST_MS), ms)
+        self._since_fit = 0
 
 
 NO_CORRECTIONS = np.zeros(1), np.zeros(1)

@@ -42,7 +42,7 @@ def test_an_update_in_place_without_any_reset_is_noticed_before_donor_kv_is_used
 
 
 def test_without_the_look_at_the_weights_the_same_check_fails(world, weights, monkeypatch):
-    monkeypatch.setattr(world.worker._weights, "have_changed", lambda: False)
+    monkeypatch.setattr(world.worker._weights, "have_changed", lambda look: False)
     donor, target = make_prompts(world, 61)
     world.ask(donor)
     weights.data.mul_(1.5)

@@ -1137,6 +1137,8 @@ def test_no_first_token_waits_for_its_receipt_which_says_when_it_was_out(world):
     assert not [event for event in world.sink.events if event.kind == "fallback"]
     now[0] = 9.0
     world.step()
+    assert not [event for event in world.sink.events if event.kind == "fallback"], "it is sent meanwhile"
+    world.half.note_report(Report())
     (event,) = [event for event in world.sink.events if event.kind == "fallback"]
     assert event.fields["receipt"].service_ms == 250
 
@@ -1155,7 +1157,7 @@ def test_a_receipt_that_fails_costs_its_own_request_reuse_and_no_other(world, mo
         world.half.count_matched(request, 0)
         world.allocate(request, len(request.prompt_token_ids))
     world.told(world.step(new=[(request, 0, len(request.prompt_token_ids)) for request in requests]))
-    world.step()
+    world.half.note_report(Report())
     assert [event.request_id for event in world.errors()] == ["one"]
     assert world.half.finish("one") is None
     assert world.half.finish("two") is not None
@@ -1494,3 +1496,24 @@ def test_how_much_of_a_prompt_donors_hold_is_what_comparing_all_of_them_says(his
     for number in list(held):
         prefixes.remove(("d", number))
     assert not len(prefixes)
+
+
+def test_nothing_is_left_of_a_request_that_ends_before_anybody_asks_about_it(world):
+    world.donor()
+    gone, asked = target("gone"), target("asked")
+    for request in (gone, asked):
+        world.half.note_arrival(request)
+    assert world.half.finish("gone") is None
+    assert world.half.count_matched(asked, 0) > 0
+    assert not world.half._arrived
+    assert list(world.half._records) == ["asked"]
+
+
+def test_a_request_that_arrived_under_old_weights_reuses_nothing_of_them(world):
+    world.half.note_report(Report(weights="aa"))
+    world.donor()
+    late = target("late")
+    world.half.note_arrival(late)
+    world.half.note_report(Report(weights="bb"))
+    assert world.half.count_matched(late, 0) == 0
+    assert world.half._records["late"].prompt.namespace.revision.endswith("weights:bb")

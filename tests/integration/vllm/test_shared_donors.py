@@ -184,7 +184,7 @@ class ToldWeights:
 
     digest, changed = "w", False
 
-    def have_changed(self):
+    def have_changed(self, look=None):
         changed, self.changed = self.changed, False
         return changed
 

@@ -214,8 +214,10 @@ class Blender:
 
     def _agree_to_load(self, problem: Exception | None, pieces: int) -> int:
         """The most pieces that a rank has; raises `Refused` on every rank where one of them has a problem."""
-        ours = torch.tensor([float(problem is not None), float(pieces)], device=self.model.device)
-        failed, most = self._ranks.largest(ours).tolist() if self._ranks.several else (problem is not None, pieces)
+        failed, most = problem is not None, pieces
+        if self._ranks.several:  # else nothing crosses to the device and back
+            ours = torch.tensor([float(failed), float(pieces)], device=self.model.device)
+            failed, most = self._ranks.largest(ours).tolist()
         if isinstance(problem, Refused):
             raise problem
         if problem is not None:

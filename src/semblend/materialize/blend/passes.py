@@ -445,8 +445,11 @@ class PassRunner:
 
         They are others than those whose layer 0 is looked at: the pass overwrites them before that look.
         """
-        computed = np.isin(state.reused, rows)
-        kept = state.reused[~computed & ~np.isin(state.reused, canary.numpy())]
+        taken = np.zeros(len(state.tokens), dtype=bool)
+        taken[rows] = True
+        computed = taken[state.reused]
+        taken[canary.numpy()] = True
+        kept = state.reused[~taken[state.reused]]
         donors = _group_by_donor(kept, state.spans).values()
         most, seed = DEEP_ROWS // max(1, len(donors)), self.prompts_checked
         at = np.sort(np.concatenate([choose_deep_rows(kept[rows], most=most, seed=seed) for rows in donors]))

@@ -296,7 +296,9 @@ class DeepLook(Observer):
         self._after: list[tuple[Tensor, Tensor]] = []
 
     def on_begin(self, rows: Rows, layout: Layout) -> None:
-        chosen = np.flatnonzero(np.isin(rows.host_positions.numpy(), self._shown))
+        positions = rows.host_positions.numpy()
+        first, end = np.searchsorted(self._shown, (positions[0], positions[-1] + 1))
+        chosen = np.searchsorted(positions, self._shown[first:end])  # each is one of the rows
         self._slots = rows.slots[copy_to_device(torch.from_numpy(chosen), rows.slots.device)] if len(chosen) else None
         if self._slots is not None:
             self._before.append(copy_layers(layout, range(layout.layers), self._slots))
@@ -391,13 +393,11 @@ def canary_positions(starts: Tensor, ends: Tensor, *, seed: int = 0) -> Tensor:
     >>> {int(p) // 16 for p in canary_positions(torch.tensor([10]), torch.tensor([60]))} == {0, 1, 2, 3}
     True
     """
-    generator = torch.Generator().manual_seed(seed)
-    chosen = [starts, ends - 1]
+    generator, chosen = np.random.default_rng(seed), [starts.numpy(), ends.numpy() - 1]
     for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
-        blocks = torch.arange(start // _CHECK_EVERY, -(-end // _CHECK_EVERY)) * _CHECK_EVERY
-        drawn = blocks + torch.randint(0, _CHECK_EVERY, blocks.shape, generator=generator)
-        chosen.append(drawn.clamp(start, end - 1))
-    return torch.from_numpy(np.unique(torch.cat(chosen).numpy()))
+        blocks = np.arange(start // _CHECK_EVERY, -(-end // _CHECK_EVERY)) * _CHECK_EVERY
+        chosen.append(np.clip(blocks + generator.integers(0, _CHECK_EVERY, len(blocks)), start, end - 1))
+    return torch.from_numpy(np.unique(np.concatenate(chosen)))
 
 
 def _pairs(x: Tensor, style: str, rotary_dim: int) -> Tensor:

@@ -372,7 +372,7 @@ def recorded_parts(rows: int, heads: int, kv_heads: int, longest: int) -> int:
     (49, 3)
     """
     programs = triton.cdiv(rows * heads // kv_heads, 64) * kv_heads
-    return max(1, longest // max(512, triton.next_power_of_2(32 * programs)))
+    return max(1, longest // max(512, int(triton.next_power_of_2(32 * programs))))
 
 
 # -- Triton kernels for the attention that a question pays to every key, summed over its rows and heads.

@@ -8,7 +8,7 @@ It decides and keeps books, and touches no KV. vLLM calls it in this order for a
     build_orders     once a step: what the worker's side has to load, capture and drop
     note_report      after the step: what it did. A load that ends well is scheduled next; one that was refused is
                      computed by vLLM, under its own hashes, and never claimed again. A captured prompt becomes a donor,
-                     a served one gets its receipt, with the next call: the first token does not wait for it
+                     a served one gets its receipt, with the next report: the first token does not wait for it
     finish           the answer is complete, or the request was aborted
 
 Nothing in here raises into vLLM: `connector_v1` catches, says so in an event, and the request is computed cold.
@@ -83,6 +83,7 @@ class SchedulerConnector:
         self.healing = PrefixHealing(settings.heal_prefixes, facts.hash_block_tokens, seam_tokens, self.report_failure)
         self._clock = clock
         self._answered: dict[str, tuple[float, float]] = {}  # whose receipts are due, and when they were answered
+        self._arrived: dict[str, Record] = {}  # requests that nobody has asked about yet
         self._records = RecordBook()
         self._given_up: set[str] = set()  # requests that vLLM computes without us, until they end
         self._refused: dict[str, int] = {}  # exact tokens of each request in an engine that we do not serve
@@ -96,7 +97,7 @@ class SchedulerConnector:
         """vLLM has a new request, and will ask about it: `healing` counts how many wait for one prefix."""
         if self.facts.refusal is not None or not self.healing.on or not request.prompt_token_ids:
             return
-        record = make_record(request, self.facts, self.settings)
+        record = self._arrived[request.request_id] = make_record(request, self.facts, self.settings)
         if self._may_reuse(record):
             self.healing.note_arrival(record, shares_equal=self._shares_blocks)
 
@@ -106,6 +107,7 @@ class SchedulerConnector:
             self._refused[request.request_id] = local_tokens
             return 0
         self._catch_up()
+        self._confirm_answered()  # what they took and what the gate said counts for this one
         record = self._find_record(request)
         if record is None:
             return 0
@@ -191,6 +193,7 @@ class SchedulerConnector:
     def finish(self, request_id: str) -> Receipt | None:
         """The request ended; its receipt, where its prompt was complete and the worker has spoken."""
         self._given_up.discard(request_id)
+        self._arrived.pop(request_id, None)
         self.healing.forget(request_id)
         record = self._records.get(request_id)
         if record is None:
@@ -290,6 +293,7 @@ class SchedulerConnector:
     def note_report(self, report: Report) -> None:
         """The worker's side has done a step."""
         self._catch_up()
+        self._confirm_answered()
         if report.weights:
             self._adopt_weights(report.weights)
         for where, message, request_id in report.errors:
@@ -321,6 +325,7 @@ class SchedulerConnector:
     def give_up(self, request_id: str) -> None:
         """A hook failed for this request: its claim and its record go, and it is not claimed again."""
         self._given_up.add(request_id)
+        self._arrived.pop(request_id, None)
         self.healing.forget(request_id)
         record = self._records.remove(request_id)
         if record is not None:
@@ -338,8 +343,8 @@ class SchedulerConnector:
         self._given_up.discard(request_id)
         self._refused.pop(request_id, None)
 
-    def _catch_up(self) -> None:
-        """What waited for the next call, so that no first token waits for it: receipts, and what an operator asked."""
+    def _confirm_answered(self) -> None:
+        """Receipts of those whose first token came with an earlier step's output: by now it is on its way."""
         for request_id in list(self._answered):
             try:
                 self._confirm(request_id)
@@ -347,6 +352,9 @@ class SchedulerConnector:
                 log.warning("SemBlend: a receipt failed for %s", request_id, exc_info=True)
                 self.report_failure("report", f"{type(error).__name__}: {error}", request_id)
                 self.give_up(request_id)
+
+    def _catch_up(self) -> None:
+        """What an operator has asked for, and a reset of vLLM's prefix cache."""
         is_void = self.donors.catch_up()
         self.shares.drop_donors(self.donors.take_forgotten())
         if is_void:
@@ -357,6 +365,7 @@ class SchedulerConnector:
         knew, self.facts = self.facts.knows_weights, name_weights(self.facts, digest)
         self.donors.follow(self.facts.namespace)
         self.donors.name_anew(lambda prompt: move_prompt(prompt, self.facts))
+        self._arrived.clear()  # their records name the weights of before
         for record in self._records.values():
             record.request = replace(record.request, prompt=move_prompt(record.prompt, self.facts))
             if knew:
@@ -370,9 +379,12 @@ class SchedulerConnector:
     def _find_record(self, request: Any) -> Record | None:
         record = self._records.get(request.request_id)
         if record is None:
+            record = self._arrived.pop(request.request_id, None)
             if not request.prompt_token_ids or request.request_id in self._given_up:
                 return None
-            record = self._records.add(request.request_id, make_record(request, self.facts, self.settings))
+            if record is None or record.source is not request:
+                record = make_record(request, self.facts, self.settings)
+            self._records.add(request.request_id, record)
         return record
 
     def _may_reuse(self, record: Record) -> bool:

@@ -40,7 +40,7 @@ from semblend.materialize.donors.memory import Arrival
 from semblend.materialize.donors.tiers import DonorKv
 from semblend.materialize.kv.moves import DonorTensors, Move
 from semblend.materialize.kv.splice import splice
-from semblend.materialize.weights_watch import WeightsWatch
+from semblend.materialize.weights_watch import Look, WeightsWatch
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.plan.times import Timed, Work
 from semblend.quality import find_path
@@ -388,14 +388,14 @@ class WorkerConnector(RefusingConnector):
     def _work_and_look(self, budget_ms: float | None) -> list[tuple[Load, Outcome]]:
         """What was finished in this step; nothing of it counts where the model has other weights than before.
 
-        The weights are looked at when a load has ended, behind the wait for its verdict: the look is no wait of its own
-        then, and one is enough, because no token is computed on a load before its end.
+        The look is queued in front of the work, and its answer read behind the wait for a verdict: it is no wait of its
+        own. That of the step in which a load ends is enough, because no token is computed on a load before its end.
         """
-        under_way = len(self._loads)
+        if self._watch_weights is None or not len(self._loads):
+            return self._work(budget_ms)
+        look = self._begin_look()
         ended = self._work(budget_ms)
-        if self._watch_weights is None or not under_way:
-            return ended
-        changed = bool(ended) and self._have_weights_changed()
+        changed = bool(ended) and self._have_weights_changed(look)
         if not self._ranks.mean(float(changed)):  # one rank may see what another does not
             return ended
         log.warning("SemBlend: the model has new weights; the donors of the old ones are dropped")
@@ -414,10 +414,18 @@ class WorkerConnector(RefusingConnector):
                 self._report.weights = self._weights.digest
                 self.donor_kv.name_weights(self._weights.digest)
 
-    def _have_weights_changed(self) -> bool:
-        """Whoever cannot look has to take them for others."""
+    def _begin_look(self) -> Look | None:
+        """Queue a look at the weights; None where nobody can."""
         try:
-            return self._weights is None or self._weights.have_changed()
+            return None if self._weights is None else self._weights.begin_look()
+        except Exception as error:
+            self._note_failure("weights", error)
+            return None
+
+    def _have_weights_changed(self, look: Look | None = None) -> bool:
+        """The answer of a ``look`` that was begun, or of a new one; whoever cannot look has to take them for others."""
+        try:
+            return self._weights is None or self._weights.have_changed(look)
         except Exception as error:
             self._note_failure("weights", error)
             return True

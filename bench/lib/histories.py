@@ -23,6 +23,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,9 @@ def is_held_out(cluster: str) -> bool:
 
 
 def read_runs(folder: Path) -> list[Run]:
-    return [*_read_tau(folder), *_read_swe(folder), *_read_magentic(folder)]
+    """The three collections take turns, so that a run cut short has some of each."""
+    turns = zip_longest(_read_tau(folder), _read_swe(folder), _read_magentic(folder))
+    return [run for turn in turns for run in turn if run is not None]
 
 
 def _read_tau(folder: Path) -> Iterator[Run]:

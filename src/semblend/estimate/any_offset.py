@@ -193,7 +193,7 @@ class AnyOffsetReplay:
         again = sum(min(self._seam, span.length) for span in moved)
         if self.mode == "balanced" and moved:
             shape = PlanShape.of(ReusePlan(moved, tokens, exact))
-            if shape.order is not PassageOrder.IN_ORDER:
+            if shape.order is not PassageOrder.IN_ORDER or shape.in_part:
                 return None
             again = min(reused, max(again, math.ceil(BALANCED_SHARE * reused)))
             if tokens - exact - reused + again > MAX_SHARE * (tokens - exact):

@@ -49,7 +49,7 @@ class Recipe:
     """How a prompt is prepared.
 
     ``one_pass``: a baseline that needs no look first, so it is charged for one pass. ``extra``: an experiment that a
-    run does only when it is named.
+    run does only when it is named. ``all_spans``: with pieces of a history that its new messages repeat.
     """
 
     name: str
@@ -59,6 +59,7 @@ class Recipe:
     one_pass: bool = False
     extra: bool = False
     bits: int = 16
+    all_spans: bool = False
 
 
 def _fast(first: int, seam: int) -> QualitySettings:
@@ -94,6 +95,7 @@ def recipes(thresholds: Thresholds) -> tuple[Recipe, ...]:
         Recipe("product-20", product(20)),
         Recipe("product-40", product(40)),
         Recipe("balanced", balanced),
+        Recipe("fast, all spans", QualitySettings(mode="fast"), extra=True, all_spans=True),
         Recipe("attended-20", fixed(20, "attended"), extra=True),
         *(Recipe(f"at-once-{percent}", at_once(percent), extra=True) for percent in (10, 15, 20, 40)),
         Recipe("product-10", product(10), extra=True),
@@ -239,7 +241,7 @@ class Lab:
         """What an engine would begin: the default goes by costs too, where a prefix cache is part of the comparison."""
         if not plan.spans:
             return Decline(DeclineReason.BELOW_BREAK_EVEN, "donors hold nothing that is worth moving")
-        if not case.is_history or find_path(recipe.settings.mode) != GATED_MODE:
+        if not case.is_history or recipe.all_spans:
             return plan
         if recipe.name == "balanced":
             return decide(plan, recipe.settings)

@@ -52,7 +52,8 @@ def read_rows(paths: Iterable[str]) -> list[Measured]:
     for (model, _), rows in cases.items():
         if not any(name == "deviation" for name, *_ in (rows.get("at-once-10") or {}).get("passes") or ()):
             continue  # declined, or little of it is new, so that it is looked at and judged like a document
-        ways = tuple(make_way(percent, rows[name]) for name, percent in WAYS.items() if name in rows and rows[name]["passes"])
+        rows.setdefault("fast", rows.get("fast, all spans", {}))  # further away, where nothing else was measured
+        ways = tuple(make_way(percent, rows[name]) for name, percent in WAYS.items() if rows.get(name, {}).get("passes"))
         if len(ways) == len(WAYS):
             cold = rows["cold"]
             flops = {percent: rows[name]["flops"] for name, percent in WAYS.items()}

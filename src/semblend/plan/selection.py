@@ -95,7 +95,8 @@ def keep_in_order(spans: Sequence[Span], most_share: float) -> tuple[Span, ...]:
 def leave_out_repetitions(spans: Sequence[Span], most_share: float = MOST_MOVED_BACK) -> tuple[Span, ...]:
     """Leave out spans whose tokens stand in a longer one too, and those behind what their donor has behind them.
 
-    New messages of an agent repeat pieces of old ones: the name of a tool, a result that was asked for again. They are
+    New messages of an agent repeat pieces of old ones: the name of a tool, a result that was asked for again. KV of the
+    old one, read next to the question, is most of the damage to an edited history (docs/research/quality.md). They are
     computed, and what is left is in its donor's order. ``most_share``: of the reused tokens; where more than that moved
     back, the prompt is another order altogether, and only what stands twice is left out.
 

@@ -1,6 +1,6 @@
 """The dial for edited histories and parts of a donor: fitted on half of the runs, judged on the other half.
 
-    python research/quality/edit_dial.py ROWS.jsonl … [--write src/semblend/materialize/gate/default.json]
+    python research/quality/edit_dial.py ROWS.jsonl … [--write src/semblend/materialize/gate/known/MODEL.json [--half]]
 
 Nothing runs here: rows of bench/quality.py are read, in which every way was measured alone (`--recipes fast at-once-10
 at-once-20 at-once-40`). Passages of which some were left out (`subset`) belong to the fit: the gate cannot tell
@@ -113,6 +113,7 @@ def main() -> None:
     parser.add_argument("rows", nargs="+")
     parser.add_argument("--judge", nargs="+", metavar="ROWS", help="of another model: only judged, by a fit on all of ROWS")
     parser.add_argument("--write", type=Path, help="a table of the gate")
+    parser.add_argument("--half", action="store_true", help="write the fit on half: then judge the other half live")
     parser.add_argument("--date", default="")
     args = parser.parse_args()
     found = read_rows(args.rows)
@@ -121,16 +122,18 @@ def main() -> None:
     whole = fit(found)
     if args.judge:
         show(whole, read_rows(args.judge), "fitted on all runs, judged on another model")
+    chosen = half if args.half else whole
     rounded = {
-        "means": {str(order): {str(p): round(x, 6) for p, x in row.items()} for order, row in whole.means.items()},
-        "repair": {str(p): [round(w, 4) for w in row] for p, row in whole.repair.items()},
+        "means": {str(order): {str(p): round(x, 6) for p, x in row.items()} for order, row in chosen.means.items()},
+        "repair": {str(p): [round(w, 4) for w in row] for p, row in chosen.repair.items()},
     }
-    print("\nthe fit on all:", json.dumps(rounded))
+    print("\nthe fit on", "half:" if args.half else "all:", json.dumps(rounded))
     if args.write:
         record = json.loads(args.write.read_text())
         record["edit_dial"] = rounded
         record["provenance"]["edit_dial"] = {
-            "date": args.date, "models": sorted({one.model for one in found}), "prompts": len(found),
+            "date": args.date, "models": sorted({one.model for one in found}),
+            "prompts": sum(not (args.half and one.held_out) for one in found),
             "note": "research/quality/edit_dial.py, rows of bench/quality.py; decisions/divergence-budget.md",
         }  # fmt: skip
         args.write.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n")

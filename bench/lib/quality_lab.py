@@ -245,7 +245,7 @@ class Lab:
             return plan
         if recipe.name == "balanced":
             return decide(plan, recipe.settings)
-        return replace(plan, spans=leave_out_repetitions(plan.spans))
+        return leave_out_repetitions(plan)
 
     def _unmoved(self, recipe: Recipe, case: Case, plan: ReusePlan, kv: DonorKv, slots: Tensor) -> Prepared:
         """The control: donor KV where it is wanted, keys as they were."""

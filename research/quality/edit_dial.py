@@ -22,12 +22,21 @@ from typing import Any
 
 import numpy as np
 
-from semblend.materialize.calibrate import Moved, PromptMeasure, WayMeasure, fit_dial, replay
-from semblend.materialize.gate.thresholds import FALSE_SAFE_TIMES, RECOMPUTE_LEVELS, DialTable, PassageOrder, RiskFeatures, Thresholds
+from semblend.materialize.calibrate import Moved, PromptMeasure, WayMeasure, _fit, fit_dial, replay
+from semblend.materialize.gate.thresholds import (
+    FALSE_SAFE_TIMES,
+    MIN_OF_AN_ORDER,
+    RECOMPUTE_LEVELS,
+    DialTable,
+    PassageOrder,
+    RiskFeatures,
+    Thresholds,
+)
 
 WAYS = {"fast": 0, "at-once-10": 10, "at-once-20": 20, "at-once-40": 40}
 NUMBERS = (0.01, 0.02, 0.05, 0.1)
 HARM = 0.1
+SMALL_MARGIN = 1.5
 
 
 @dataclass(frozen=True)
@@ -71,11 +80,13 @@ def fit(some: Sequence[Measured]) -> DialTable:
     """Weights of all, and of each way the mean of the kind that is furthest."""
     table = fit_dial([one.prompt for one in some])
     if not table.repair:
-        raise SystemExit(f"{len(some)} prompts are too few to fit a dial on")
+        print(f"{len(some)} prompts are too few to choose a margin by: it is {SMALL_MARGIN:g}")
+        table = _fit([one.prompt for one in some], SMALL_MARGIN)
     margin = table.means[PassageOrder.IN_ORDER][0] / np.mean([one.prompt.ways[0].moved.nats for one in some])
-    kinds = {one.kind for one in some}
+    kinds = [[one for one in some if one.kind == kind] for kind in {one.kind for one in some}]
+    groups = [list(some), *(mine for mine in kinds if len(mine) >= MIN_OF_AN_ORDER)]
     means = {
-        percent: max(float(np.mean([one.prompt.find_way(percent).moved.nats for one in some if one.kind == kind])) for kind in kinds)
+        percent: max(float(np.mean([one.prompt.find_way(percent).moved.nats for one in mine])) for mine in groups)
         for percent in RECOMPUTE_LEVELS
     }
     return replace(table, means={PassageOrder.IN_ORDER: {percent: margin * nats for percent, nats in means.items()}})

@@ -3,8 +3,8 @@
     python research/quality/edit_refusals.py CASES.pkl.gz [TABLE]
 
 CASES: as `bench/quality.py cases` writes them. TABLE: a model whose table the gate goes by. Before and after
-`leave_out_repetitions`: the plan counts as another order; two passes cost more than a prefill of an engine that was not
-timed; they exceed `most_work`. Last: rows of `fast`, of two passes and of one, as a share of a prefix cache's.
+`leave_out_repetitions`, and with one pass instead of two: the plan counts as another order; passes cost more than a
+prefill of an engine that was not timed, or exceed `most_work`. Last: rows of `fast`, of two passes and of one, as a share of a prefix cache's.
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ from semblend.quality import MODE_NATS
 from semblend.session.sessions import count_work
 
 
-def explain(case: Case, settings: QualitySettings, *, trim: bool) -> tuple[str, tuple[float, float, float]]:
-    spans = leave_out_repetitions(case.spans) if trim else case.spans
-    plan = ReusePlan(spans, len(case.tokens), case.exact_tokens)
+def explain(case: Case, settings: QualitySettings, *, trim: bool, at_once: bool = False) -> tuple[str, tuple[float, float, float]]:
+    plan = ReusePlan(case.spans, len(case.tokens), case.exact_tokens)
+    plan = leave_out_repetitions(plan) if trim else plan
+    spans = plan.spans
     cold, first = len(case.tokens) - case.exact_tokens, len(first_rows(len(case.tokens), case.exact_tokens, spans, settings))
     two, one = (count_work(plan, settings, 0.1, at_once=at_once).rows for at_once in (False, True))
     why = []
     if prefill_at_once(settings.thresholds, plan, MODE_NATS["balanced"]):
         why.append("another order")
-    if ROW_PRICE * two >= PAYS_BELOW * cold or two > settings.most_work * (len(case.tokens) - spans[0].target_start):
-        why.append("two passes")
+    rows = one if at_once else two
+    if ROW_PRICE * rows >= PAYS_BELOW * cold or rows > settings.most_work * (len(case.tokens) - spans[0].target_start):
+        why.append("one pass" if at_once else "two passes")
     return " and ".join(why) or "begun", (first / cold, two / cold, one / cold)
 
 
@@ -51,11 +53,11 @@ def main(path: str, table: str = "qwen2.5-coder-1.5b") -> None:
     settings = QualitySettings(thresholds=replace(choose_table(table).thresholds))
     for how in EDITS:
         mine = [case for case in cases if case.scenario == how]
-        for trim in (False, True) if mine else ():
-            found = [explain(case, settings, trim=trim) for case in mine]
+        for trim, at_once in ((False, False), (True, False), (True, True)) if mine else ():
+            found = [explain(case, settings, trim=trim, at_once=at_once) for case in mine]
             shares = {why: round(count / len(mine), 3) for why, count in Counter(why for why, _ in found).most_common()}
             rows = np.mean([shares for _, shares in found], axis=0).round(2).tolist()
-            print(f"{how:12} {len(mine):4} {'without repetitions' if trim else 'all spans':20} {shares}  rows {rows}")
+            print(f"{how:12} {len(mine):4} {'without repetitions' if trim else 'all spans':20} {'one pass' if at_once else 'two passes':10} {shares}  rows {rows}")
 
 
 if __name__ == "__main__":

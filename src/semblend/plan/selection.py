@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
 from semblend.errors import InputError
+from semblend.plan.reuse_plan import ReusePlan
 from semblend.span import Span
 
 Positions = npt.NDArray[np.int64]
@@ -92,7 +93,7 @@ def keep_in_order(spans: Sequence[Span], most_share: float) -> tuple[Span, ...]:
     return tuple(reversed(kept)) if sum(span.length for span in kept) >= few else tuple(spans)
 
 
-def leave_out_repetitions(spans: Sequence[Span], most_share: float = MOST_MOVED_BACK) -> tuple[Span, ...]:
+def leave_out_repetitions(plan: ReusePlan, most_share: float = MOST_MOVED_BACK) -> ReusePlan:
     """Leave out spans whose tokens stand in a longer one too, and those behind what their donor has behind them.
 
     New messages of an agent repeat pieces of old ones: the name of a tool, a result that was asked for again. KV of the
@@ -101,9 +102,10 @@ def leave_out_repetitions(spans: Sequence[Span], most_share: float = MOST_MOVED_
     back, the prompt is another order altogether, and only what stands twice is left out.
 
     >>> history, repeated = Span("d", 50, 10, 90), Span("d", 60, 120, 10)
-    >>> leave_out_repetitions([history, repeated]) == (history,)
+    >>> leave_out_repetitions(ReusePlan((history, repeated), 150)).spans == (history,)
     True
     """
+    spans = plan.spans
     ends: dict[tuple[str, int], int] = {}
     for span in spans:
         donor = (span.donor_id, span.generation)
@@ -123,8 +125,12 @@ def leave_out_repetitions(spans: Sequence[Span], most_share: float = MOST_MOVED_
         if span.donor_start >= reached[donor]:
             kept.append(span)
             reached[donor] = span.donor_end
-    least = (1 - most_share) * sum(span.length for span in once)
-    return tuple(kept if sum(span.length for span in kept) >= least else once)
+    moved_back = sum(span.length for span in once) - sum(span.length for span in kept)
+    if moved_back > most_share * sum(span.length for span in once):
+        kept, moved_back = once, 0
+    if len(kept) == len(spans):
+        return plan
+    return replace(plan, spans=tuple(kept), saving_ms=None, moved_back=moved_back)
 
 
 def select_largest(positions: Positions, scores: Values, count: int) -> Positions:

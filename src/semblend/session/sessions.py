@@ -188,9 +188,7 @@ class Sessions:
         if not plan.until(self.find_claim_end(session, plan)).spans:
             end = "what donors hold is the end of the prompt, which the engine computes itself"
             return Decline(DeclineReason.BELOW_BREAK_EVEN, end)
-        if (spans := leave_out_repetitions(plan.spans)) != plan.spans:
-            plan = replace(plan, spans=spans, saving_ms=None)
-        plan, expected = self._choose_spans(session, plan)
+        plan, expected = self._choose_spans(session, leave_out_repetitions(plan))
         if self.traits.keeps_donors and (lost := explain_lost_donor(plan)):
             return Decline(DeclineReason.BELOW_BREAK_EVEN, lost)
         session.expected = expected

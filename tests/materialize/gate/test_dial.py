@@ -37,6 +37,7 @@ from semblend.materialize.gate.thresholds import (
     choose_level,
 )
 from semblend.plan.reuse_plan import DeclineReason, ReusePlan
+from semblend.plan.selection import leave_out_repetitions
 from semblend.plan.times import Forecast
 from semblend.prompt import Namespace
 from semblend.span import Span
@@ -124,6 +125,14 @@ def test_an_edited_history_goes_by_the_dial_that_was_measured_on_such_and_takes_
     assert not memory.takes_one_pass(WHOLE)  # nobody has asked about its donor yet
     assert PlanShape.of(CLEARED).kind != PlanShape.of(WHOLE).kind
     assert Thresholds.from_json(thresholds.to_json()) == thresholds
+
+
+def test_a_passage_that_moved_to_the_end_and_is_computed_makes_the_others_a_part_of_their_donor():
+    first, others = Span("d", 0, 700, 100), Span("d", 100, 0, 700)
+    plan = leave_out_repetitions(ReusePlan((others, first), 810))
+    assert plan.spans == (others,)
+    assert PlanShape.of(plan).in_part
+    assert Gate.of(Thresholds(0.01, 0.01, 0.01, dial=TABLE), plan, 0.02).dial is None
 
 
 def test_where_edits_were_not_measured_a_part_of_a_donor_keeps_the_strict_thresholds():

@@ -57,7 +57,7 @@ class PlanShape:
 
     ``tokens`` would be computed without reuse. ``foreign_tokens`` come from other donors than the one that holds most.
     ``turned_tokens`` stand in the prompt behind tokens that come after them in that donor. ``among_tokens`` lie between
-    two spans of it, left out of the donor or new in the prompt, whichever are more.
+    two spans of it, left out of the donor or new in the prompt, whichever are more, or moved back and are computed.
 
     >>> PlanShape.of(ReusePlan((Span("d", 200, 0, 100), Span("d", 0, 100, 100)), 220)).kind
     'one donor reordered, 128+ tokens, 2+ spans'
@@ -76,7 +76,8 @@ class PlanShape:
         for span in plan.spans:
             held[span.donor_id] = held.get(span.donor_id, 0) + span.length
         main = max(held, key=lambda donor_id: held[donor_id], default="")
-        reached = turned = among = 0
+        reached = turned = 0
+        among = plan.moved_back
         before: Span | None = None
         for span in plan.spans:
             if span.donor_id == main:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lib.load_picture import date_note, draw_load
-from lib.reporting import REPO, find_result, format_table, get_day, read_lines_of, read_results
+from lib.reporting import REPO, find_result, format_table, get_day, read_lines_of
 
 PICTURE = REPO / "docs" / "images" / "vllm_load.svg"
 PAGES = (
@@ -32,9 +32,6 @@ PEERS = {
     "LMCache 0.5.6 matcher, chunk 32", "prefix blocks of 16", "content blocks of 16", "dict of 16-grams",
 }  # fmt: skip
 SHORT_LOADS = ("four a second", "eight at once", "nothing reusable, one a second")  # measured as the default is set up
-HTTP_LENGTHS = (2048, 8192, 24576)
-BY_LENGTH = "through an HTTP server, by length"
-OTHER = "**not the default, which has no run here yet**"
 LONGEST_TABLE = 40  # rows; a longer one is named and stays in its result file
 MARKER = re.compile(r"(<!-- numbers:(\w+)(:all)? -->\n).*?(<!-- /numbers -->)", re.DOTALL)
 
@@ -129,8 +126,7 @@ def vllm_ttft(result: Result) -> str:
 def vllm_load(result: Result) -> str:
     """A line for each load and engine, in whole milliseconds, of the loads that were measured with host memory.
 
-    Where nothing can be reused, donors on the GPU make no difference that a reader looks for; all loads and all notes
-    are on the full page.
+    All loads and all notes are on the full page.
     """
     wanted = ["load", "engine", "TTFT p50 ms", "TTFT max ms", "in time", "ITL p99 ms", "decode tokens/s"]
     rows = []
@@ -140,39 +136,30 @@ def vllm_load(result: Result) -> str:
             rows.append([cell if isinstance(cell, str) else round(cell) for cell in (row[name] for name in wanted)])
     kept = ("prompts that share", "four a second:", "donor_device_bytes", "balanced repairs")
     notes = [date_note(note) for note in result["notes"] if note.startswith(kept)]
-    notes.append("donors on the GPU: all of them, with `donor_device_bytes`, at the cost of KV cache")
+    notes.append(
+        "donors on the GPU: all of them, 30 GB. By default those that were used last are there, the others on the host"
+    )
     return "\n\n".join([format_table(wanted, rows), "\n".join(f"- {note}" for note in notes), source(result)])
 
 
-def vllm_http(results: dict[str, Result]) -> str:
-    """Of each length the newest run with donors where the default has them; of a length without one, the newest."""
-    chosen: dict[int, tuple[str, list[dict[str, Any]]]] = {}
-    for is_default in (False, True):
-        for name, result in results.items():
-            for tokens in HTTP_LENGTHS:
-                rows = [row for row in read_lines_of(result, BY_LENGTH) if row["tokens"] == tokens]
-                if rows and (rows[0]["donors in"] == "host") is is_default:
-                    chosen[tokens] = name, rows
-    wanted = ["tokens", "arm", "n", "with reuse", "computed again", "p50 ms", "mean ms", "p90 ms", "mean over cold"]
-    shown = [row for tokens in sorted(chosen) for row in chosen[tokens][1]]
-    parts = [format_table(wanted, [[_round_ms(name, row[name]) for name in wanted] for row in shown])]
-    for name in dict.fromkeys(chosen[tokens][0] for tokens in sorted(chosen)):
-        lengths = [tokens for tokens, (used, _) in sorted(chosen.items()) if used == name]
-        row, made = chosen[lengths[0]][1][0], results[name]
-        size = f"{row['bytes'] / (1 << 30):.0f} GiB"
-        where = (
-            f"donors in host memory ({size})" if row["donors in"] == "host" else f"donors on the GPU ({size}): {OTHER}"
-        )
-        *first, last = (f"{tokens:,}" for tokens in lengths)
-        of, on = f"{', '.join(first)} and {last}" if first else last, made["arguments"]["measured_on"]
-        parts.append(
-            f"{of} tokens: {row['model']}, {where}; {on}, {get_day(made)[:10]}, [{name}](bench/results/{name}.json)"
-        )
-    return "\n\n".join([parts[0], "\n".join(f"- {part}" for part in parts[1:])])
+ARM_WORDS = {
+    "stock:cold": "stock vLLM", "stock:exact": "stock vLLM, exact hit", "ours:miss": "nothing to reuse",
+    "ours:balanced": "`balanced`, second question", "ours:later": "`balanced`, third question", "ours:fast": "`fast`",
+}  # fmt: skip
 
 
-def _round_ms(name: str, cell: Any) -> Any:
-    return round(cell) if name.endswith(" ms") else cell
+def vllm_pays(result: Result) -> str:
+    """Of each length what a user gets with the defaults, beside stock vLLM."""
+    rows = read_lines_of(result, "against stock vLLM")
+    cold = {row["tokens"]: row["mean ms"] for row in rows if row["arm"] == "stock:cold"}
+    names = ["tokens", "prompt", "n", "with reuse", "p50 ms", "mean ms", "p90 ms", "mean over stock"]
+    shown = [
+        [row["tokens"], ARM_WORDS[row["arm"]], row["n"], f"{row['reused']:.2f}",
+         *(round(row[name]) for name in ("p50 ms", "mean ms", "p90 ms")), f"{row['mean ms'] / cold[row['tokens']]:.2f}"]
+        for row in rows
+        if row["arm"] in ARM_WORDS
+    ]  # fmt: skip
+    return f"{format_table(names, shown)}\n\n{source(result)}"
 
 
 def quality(result: Result) -> str:
@@ -208,7 +195,7 @@ def quality_with_floors(result: Result) -> str:
 
 SHORT: dict[str, Callable[[Result], str]] = {
     "peers": peers, "ttft_h200": ttft, "quality_h200": quality, "vllm_ttft_h200": vllm_ttft,
-    "vllm_load_h200": vllm_load, "quality_tinyllama_h200": quality_with_floors,
+    "vllm_load_h200": vllm_load, "vllm_pays_h200": vllm_pays, "quality_tinyllama_h200": quality_with_floors,
     "quality_qwen05_h200": quality_with_floors,
 }  # fmt: skip
 
@@ -218,8 +205,6 @@ def filled(page: str) -> str:
 
     def fill(match: re.Match[str]) -> str:
         opening, name, everywhere, closing = match.groups()
-        if name == "newest_vllm_http":
-            return f"{opening}{vllm_http(read_results(BY_LENGTH))}\n{closing}"
         result = json.loads(find_result(name).read_text(encoding="utf-8"))
         body = everything(result, name) if everywhere else SHORT.get(name, first_table)(result)
         return f"{opening}{body}\n{closing}"

@@ -52,7 +52,8 @@ HEAVY = {
     "sglang": {"integration.sglang.*"},
     "dynamo": {"integration.dynamo.*"},
     "gguf": {"engine.model.*"},
-    "langchain_core": {"integration.langchain"},
+    "langchain": {"integration.langchain_agents"},
+    "langchain_core": {"integration.langchain", "integration.langchain_agents"},
     "llama_index": {"integration.llama_index"},
     "sentence_transformers": set(),
     "onnxruntime": {"fingerprint.*"},
@@ -187,8 +188,8 @@ def test_heavy_dependencies_and_kernels_are_imported_late(module):
         "integration.sglang.hicache.page_storage",
     ):  # SGLang asks for them, nobody else
         at_home |= {"sglang"}
-    if module in ("integration.langchain", "integration.llama_index"):  # whoever has that package imports them
-        at_home |= {"langchain_core", "llama_index"}
+    if module in ("integration.langchain", "integration.langchain_agents", "integration.llama_index"):
+        at_home |= {"langchain", "langchain_core", "llama_index"}  # whoever has that package imports them
     if module == "integration.transformers.reuse":  # a cache is a class of theirs
         at_home |= {"transformers"}
     for name, line in imports(SEMBLEND[module], top_only=True):

@@ -234,37 +234,42 @@ def edited_prompts(
         for number, run in enumerate(runs):
             others = [one for one in (*runs[number + 1 :], *runs[:number]) if one.half == run.half]
             others = [one for one in others if one.dataset == run.dataset and one.cluster != run.cluster]
-            filled, joined = _fill(run, others, count_tokens, length)
-            found = _cut(filled, how, count_tokens, length, turn)
+            filled, own = _fill(run, others, count_tokens, length)
+            found = _cut(filled, how, count_tokens, length, turn, own)
             if found is not None:
-                dataset = f"{run.dataset}, joined" if joined else run.dataset
+                dataset = f"{run.dataset}, joined" if own else run.dataset
                 yield EditedPrompt(f"{how}/{run.name}/{length}/{turn}", run, dataset, *found)
 
 
-def _fill(run: Run, others: Sequence[Run], count: Callable[[Message], int], length: int) -> tuple[Run, bool]:
-    """The run, behind others of its data set where it is too short."""
-    lead, size, front = _count_lead(run.messages), sum(map(count, run.messages)), []
+def _fill(run: Run, others: Sequence[Run], count: Callable[[Message], int], length: int) -> tuple[Run, int]:
+    """The run, behind others of its data set where it is too short; where its own messages begin, 0 where they do."""
+    lead, size = _count_lead(run.messages), sum(map(count, run.messages))
+    front: list[Message] = []
     for other in others:
         if size >= 0.75 * length:
             break
         room = other.messages[_count_lead(other.messages) :]
-        front += room
-        size += sum(map(count, room))
+        if size + (more := sum(map(count, room))) <= length:
+            front += room
+            size += more
     messages = (*run.messages[:lead], *front, *run.messages[lead:])
-    return replace(run, messages=messages), bool(front)
+    return replace(run, messages=messages), lead + len(front) if front else 0
 
 
 def _cut(
-    run: Run, how: str, count: Callable[[Message], int], length: int, turn: int
+    run: Run, how: str, count: Callable[[Message], int], length: int, turn: int, own: int
 ) -> tuple[tuple[Message, ...], tuple[Message, ...], tuple[Message, ...]] | None:
-    """Before, now, and now in other words, at a call that has room; None where the edit changes nothing there."""
+    """Before, now, and now in other words, at a call that has room; None where the edit changes nothing there.
+
+    It is one of the run's own calls: of two runs behind the same others, earlier ones would be one prompt.
+    """
     sizes, total = [], 0
     for message in run.messages:
         total += count(message)
         sizes.append(total)
     calls = [call for call in run.calls if sizes[call - 1] <= length]
     at = len(calls) - 1 - 2 * turn
-    if at < 1 or sizes[calls[at] - 1] < length / 3:
+    if at < 1 or calls[at - 1] <= own or sizes[calls[at] - 1] < length / 3:
         return None
     history = run.messages[: calls[at]]
     now, reworded = (tuple(EDITS[how](history, wording)) for wording in (0, 1))

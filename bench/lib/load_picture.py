@@ -8,7 +8,6 @@ from semblend.web.charts import Drawing, write_plain_style
 
 KINDS = {"stock vLLM": "stock", "balanced": "ours-1", "fast": "ours-2"}
 """The mode that a bar is coloured by; of an engine with donors on the GPU the same, in a row that says so."""
-DEFAULT = {"balanced": "balanced (the default)"}
 LOADS = {"four a second": "four times a second", "eight at once": "eight at once"}
 BUSY, RATE = "four a second", 4
 PANELS = (("TTFT p50 ms", "Time to first token of the long prompts, p50, ms"),
@@ -42,7 +41,8 @@ def draw_load(result: dict[str, Any]) -> str:
         y += STEP
         for row in [row for row in rows if row[at["load"]] == load]:
             mode = row[at["engine"]].partition(",")[0]
-            words = f"{mode} (needs donor_device_bytes)" if row[at["donor_device_bytes"]] else DEFAULT.get(mode, mode)
+            where = {None: "", 0: ", donors on the host"}.get(row[at["donor_device_bytes"]], ", donors on the GPU")
+            words = mode + where
             drawing.add_text(NAMES - 10, y + 15, words, "faded", "end")
             for column, left, _ in panels:
                 value, longest = row[at[column]], max(other[at[column]] for other in rows)
@@ -57,7 +57,7 @@ def draw_load(result: dict[str, Any]) -> str:
 
 
 def _write_headline(rows: list[list[Any]], at: dict[str, int]) -> str:
-    """Say in one sentence what the busiest load shows, with what the default does beside stock vLLM."""
+    """Say in one sentence what the busiest load shows, with what mode balanced does beside stock vLLM."""
     busy = {row[at["engine"]]: row for row in rows if row[at["load"]] == BUSY}
     stock, balanced = busy["stock vLLM"], busy["balanced"]
     seconds = stock[at["arrivals"]] / RATE

@@ -134,15 +134,6 @@ def find_result(name: str) -> Path:
     return found[0]
 
 
-def read_results(title: str, folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
-    """The result files with a table whose title has these words, by name, the oldest first."""
-    found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
-    kept = {
-        name: result for name, result in found.items() if any(title in one["title"] for one in result.get("tables", ()))
-    }
-    return dict(sorted(kept.items(), key=lambda pair: get_day(pair[1])))
-
-
 def read_lines_of(result: dict[str, Any], title: str) -> list[dict[str, Any]]:
     """The rows of the first table with these words in its title, by column."""
     table = next(table for table in result["tables"] if title in table["title"])

@@ -6,7 +6,8 @@ Nothing runs here: rows of bench/quality.py are read, in which every way was mea
 at-once-20 at-once-40`). Passages of which some were left out (`subset`) belong to the fit: the gate cannot tell
 them from an agent's history by the plan, and they are further away. `--write` puts the fit on all rows into a table.
 Means, by which a repair begins, are of the kind that is furthest from cold: no kind is served unprobed because others are
-close.
+close. `--plain`: what a repair shows of a prompt is not weighed at all, to see what the signs are worth (fits give the
+deviation a weight of 1 at least, which is a rule and no measurement).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import gzip
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def make_way(percent: int, row: dict[str, Any]) -> WayMeasure:
     return WayMeasure(percent, Moved(row["kl"], row["changed"]), row["kl_first"], row["work"], features)
 
 
-def fit(some: Sequence[Measured]) -> DialTable:
+def fit(some: Sequence[Measured], *, plain: bool = False) -> DialTable:
     """Weights of all, and of each way the mean of the kind that is furthest."""
     table = fit_dial([one.prompt for one in some])
     if not table.repair:
@@ -89,7 +90,9 @@ def fit(some: Sequence[Measured]) -> DialTable:
         percent: max(float(np.mean([one.prompt.find_way(percent).moved.nats for one in mine])) for mine in groups)
         for percent in RECOMPUTE_LEVELS
     }
-    return replace(table, means={PassageOrder.IN_ORDER: {percent: margin * nats for percent, nats in means.items()}})
+    means = {percent: float(margin * nats) for percent, nats in means.items()}
+    repair = {percent: (0.0, 0.0, 0.0, 0.0, float(np.log(means[percent]))) for percent in table.repair} if plain else table.repair
+    return DialTable({PassageOrder.IN_ORDER: means}, repair)
 
 
 def judge(table: DialTable, some: Sequence[Measured], number: float) -> str:
@@ -107,8 +110,16 @@ def judge(table: DialTable, some: Sequence[Measured], number: float) -> str:
     )
 
 
+def rank(pairs: Sequence[tuple[float, float]]) -> float:
+    ranks = np.argsort(np.argsort(np.array(pairs), axis=0, kind="stable"), axis=0)
+    return float(np.corrcoef(ranks[:, 0], ranks[:, 1])[0, 1])
+
+
 def show(table: DialTable, some: Sequence[Measured], what: str) -> None:
     print(f"\n{what}")
+    for percent in (10, 20):
+        ways = [(table.expect_by_repair(PassageOrder.IN_ORDER, percent, way.features), way.moved.nats) for one in some if (way := one.prompt.find_way(percent)).features]
+        print(f"  rank correlation of what is expected after {percent} % with what it was: {rank(ways):.2f}")
     edited = [one for one in some if one.kind != "subset"]
     for number in NUMBERS:
         kinds = dict.fromkeys(one.kind for one in some) if number == 0.02 else {}
@@ -124,13 +135,14 @@ def main() -> None:
     parser.add_argument("rows", nargs="+")
     parser.add_argument("--judge", nargs="+", metavar="ROWS", help="of another model: only judged, by a fit on all of ROWS")
     parser.add_argument("--write", type=Path, help="a table of the gate")
+    parser.add_argument("--plain", action="store_true", help="weigh no sign")
     parser.add_argument("--half", action="store_true", help="write the fit on half: then judge the other half live")
     parser.add_argument("--date", default="")
     args = parser.parse_args()
     found = read_rows(args.rows)
-    half = fit([one for one in found if not one.held_out])
+    half = fit([one for one in found if not one.held_out], plain=args.plain)
     show(half, [one for one in found if one.held_out], "fitted on half of the runs, judged on the other half")
-    whole = fit(found)
+    whole = fit(found, plain=args.plain)
     if args.judge:
         show(whole, read_rows(args.judge), "fitted on all runs, judged on another model")
     chosen = half if args.half else whole

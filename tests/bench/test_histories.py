@@ -78,6 +78,8 @@ def test_a_short_run_stands_behind_others_of_its_half_and_says_so() -> None:
     runs = [make_run(f"run {number}", 5) for number in range(8)]
     found = list(edited_prompts(runs, "dropped", count, 6000))
     assert {one.dataset for one in found} == {"made up, joined"}
+    assert len({one.now for one in found}) == len(found)
+    assert all(f"I am {one.run.name}," in " ".join(message.text for message in one.before) for one in found)
     half = {one.name: one.half for one in runs}
     for one in found:
         names = {name for name in half if any(name in message.text for message in one.before)}

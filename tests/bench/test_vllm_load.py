@@ -83,7 +83,7 @@ def test_the_picture_has_a_bar_for_each_figure_and_says_what_needs_a_setting() -
     assert texts.count("700") == 2
     assert "Four long prompts a second for 2 s: first token after 140 ms, in stock vLLM after 700 ms" in texts
     assert {"prompts that share a & b", "four a second: for 2 s"} <= set(texts)
-    assert texts.count("balanced (the default)") == texts.count("fast (needs donor_device_bytes)") == 2
+    assert texts.count("balanced, donors on the host") == texts.count("fast, donors on the GPU") == 2
     widths = [float(bar.attrib["width"]) for bar in bars]
     assert widths[0] == 250.0
     assert widths[2] == pytest.approx(250.0 * 140 / 700, abs=0.05)

@@ -72,7 +72,10 @@ class TestLlamaIndex:
         assert ArrangeNodes(arranger=arranger, keep=OrderLimits(displaced=0.0)).postprocess_nodes(nodes) == nodes
 
 
-@pytest.mark.parametrize(("package", "module"), [("langchain_core", "langchain"), ("llama_index", "llama_index")])
+@pytest.mark.parametrize(
+    ("package", "module"),
+    [("langchain_core", "langchain"), ("langchain", "langchain_agents"), ("llama_index", "llama_index")],
+)
 def test_without_the_package_the_error_names_the_extra(package, module):
     code = (
         f"import sys; sys.modules[{package!r}] = None\n"

@@ -383,6 +383,7 @@ EXTRAS: dict[str, str] = {
     "transformers": "`semblend.integration.transformers`: reuse around `model.generate()`",
     "dynamo": "`semantickv dynamo-router`, which knows Dynamo 1.6.1; `dynamo-pin` needs `edge` alone",
     "langchain": "`semblend.integration.langchain`: a document transformer that arranges",
+    "langchain-agents": "`semblend.integration.langchain_agents`: a middleware that edits histories in batches",
     "llama-index": "`semblend.integration.llama_index`: a node postprocessor that arranges",
     "benchmarks": "all that `sembench` may need: live runs, tokenizers",
     "tokenizer": "`semblend estimate`, `explain` and `explore` with `--tokenizer` other than `stable`",

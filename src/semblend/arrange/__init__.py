@@ -3,7 +3,8 @@
 Answers move as much when passages change places in a cold prompt as through reuse, and a caller often does not care for
 the order. Whoever says so gets an order whose beginning lies in an exact prefix cache, and whose rest stands as in one
 earlier prompt. Nothing moves without being asked. Beside it: repeats of a passage become references to it
-(`replace_repeats`), and volatile fields that break prefixes are found in a log (`find_volatile_fields`).
+(`replace_repeats`), volatile fields that break prefixes are found in a log (`find_volatile_fields`), and an agent's
+history is shortened in batches (`HistoryEditor`).
 
 >>> from semblend.arrange import Arranger
 >>> arranger = Arranger()
@@ -23,6 +24,7 @@ from semblend.arrange.groups import (
     arrange_messages,
     arrange_parts,
 )
+from semblend.arrange.history import EditedHistory, EditOutcome, HistoryEdit, HistoryEditor
 from semblend.arrange.hygiene import VolatileField, find_volatile_fields, move_to_end
 from semblend.arrange.marks import PassageGroup
 from semblend.arrange.memory import Sent
@@ -38,7 +40,11 @@ __all__ = [
     "Arrangement",
     "Arranger",
     "Deduplicated",
+    "EditOutcome",
+    "EditedHistory",
     "Expected",
+    "HistoryEdit",
+    "HistoryEditor",
     "Keep",
     "OrderLimits",
     "PassageGroup",

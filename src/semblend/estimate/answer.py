@@ -14,6 +14,7 @@ from semblend._version import __version__
 from semblend.arrange import VolatileField
 from semblend.estimate.any_offset import BALANCED_SHARE
 from semblend.estimate.replay import ARRANGE, BALANCED, FAST, PREFIX, Replay, redact
+from semblend.formatting import format_plural, format_price
 from semblend.kv_shapes import count_kv_bytes_per_token
 from semblend.prices import PriceBook, load_price_book
 from semblend.text.tokenization import STABLE
@@ -164,6 +165,7 @@ def build_answer(
         "left_out": dict(replay.left_out),
         "below_break_even": {"prompts": replay.below_prompts, "tokens": replay.below_tokens},
         "breaks": replay.breaks.to_dict(),
+        "history": replay.history.to_dict(),
         "curves": replay.list_curves(),
         "by_length": replay.groups.list_lengths(),
         "by_tenant": {_hide_tenant(name) if redacted else name: one for name, one in tenants.items()},
@@ -220,6 +222,42 @@ def list_tallies(
         for key, one in tallies.items()
         if one["prompts"]
     ]
+
+
+_HISTORY = {
+    "cost": "computed again behind edits",
+    "batches": "edits in batches would save",
+    BALANCED: "reuse at any offset would save, balanced",
+    FAST: "reuse at any offset would save, fast",
+}
+
+
+def list_history(answer: Mapping[str, Any], write_share: Callable[[float], str]) -> list[tuple[str, ...]]:
+    """The rows of a table over edits of histories: what they cost, and what would save of it; no row for nothing."""
+    rates, total = answer["rates"], answer["total"]
+    return [
+        (
+            title,
+            f"{tokens:,}",
+            write_share(tokens / total["prompt_tokens"]),
+            f"{tokens / rates['prefill_tokens_per_s']:,.1f}",
+            format_price(tokens * rates["price_per_million"] / 1e6, total["price"]),
+        )
+        for name, title in _HISTORY.items()
+        if (tokens := answer["history"]["tokens"].get(name))
+    ]
+
+
+def describe_history(answer: Mapping[str, Any]) -> str:
+    """What a reader has to know beside the rows of `list_history`."""
+    history, given = answer["history"], answer["options"]["history_tokens"]
+    edits, talks = format_plural(history["edits"], "edit"), format_plural(history["conversations"], "conversation")
+    worst, changed = history["dearest"], format_plural(history["dearest"]["messages"], "message")
+    return (
+        f"{edits} in {talks}; the dearest in line {worst['line']}: {worst['tokens']:,} tokens behind {changed} removed "
+        f"or replaced. Batches make it {history['edits_in_batches']:,}: each where a history exceeds "
+        f"{f'{given:,} tokens' if given else 'the longest prompt so far'}, and down to half of that."
+    )
 
 
 def _write_title(name: str, field_names: Sequence[str], replay: Replay) -> str:

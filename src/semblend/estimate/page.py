@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from semblend.arrange.arranger import CHARS_PER_TOKEN
-from semblend.estimate.answer import describe_left_out, list_rows, list_tallies
+from semblend.estimate.answer import describe_history, describe_left_out, list_history, list_rows, list_tallies
 from semblend.formatting import format_count, format_plural, format_price, format_seconds, format_share
 from semblend.web.charts import Axis, Drawing, Figure, RowFrame, begin_plot, draw_both, is_narrow, spread_out
 from semblend.web.report import Tile, render_document, render_figure, render_head, render_table, render_tiles
@@ -132,6 +132,7 @@ def render_page(answer: Mapping[str, Any]) -> str:
         render_tiles(_list_tiles(answer)),
         render_figure(steps),
         _render_rows(answer),
+        _render_history(answer),
         _render_breaks(answer["breaks"]),
         render_figure(memory),
         _render_groups(answer),
@@ -189,6 +190,14 @@ def _render_rows(answer: Mapping[str, Any]) -> str:
     notes = [f"<li><b>{escape(row['title'])}.</b> {escape(row['note'])}</li>" for row in answer["rows"] if row["note"]]
     shown = f'<ul class="notes">{"".join(notes)}</ul>' if notes else ""
     return render_table(head, rows, marks={len(rows) - 1: "sum"}, kind="wrapped") + shown
+
+
+def _render_history(answer: Mapping[str, Any]) -> str:
+    rows = list_history(answer, format_share)
+    if not rows:
+        return ""
+    shown = render_table(("edits", "tokens", "of all", "prefill s", answer["rates"]["currency"]), rows)
+    return f'<h2 id="history">Edits of histories</h2>{shown}<p>{escape(describe_history(answer))}</p>'
 
 
 def _render_breaks(breaks: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from itertools import pairwise
@@ -19,9 +19,11 @@ import numpy as np
 
 from semblend.errors import InputError
 from semblend.estimate.any_offset import PASS_TOKENS, AnyOffsetReplay, ReuseCount
+from semblend.estimate.history import HistoryEdits
 from semblend.estimate.prefix_cache import BlockHasher, KeyArray, PrefixCache
 from semblend.estimate.steps import Parts, Step
 from semblend.prompt import Namespace, Prompt, TokenArray
+from semblend.text.chat import list_chat_parts
 from semblend.text.logs import LoggedPrompt
 from semblend.text.parts import Part, Splitter, join_parts, split_parts
 from semblend.text.tokenization import Tokenizer
@@ -129,6 +131,7 @@ class BreakKind(StrEnum):
     TOOLS = "tools in another order"
     REPEATS = "text that the prompt has twice"
     ORDER = "passages in another order"
+    EDITED = "its history was edited"
     EVICTED = "evicted before it came again"
     PLACE = "same text at another place"
     SMALL = "same text elsewhere, too little for a pass"
@@ -267,7 +270,10 @@ _Sent = tuple[TokenArray, KeyArray, int]
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """How to replay. Sizes are in tokens of KV; ``factors`` are how many times the memory the last rows have."""
+    """How to replay. Sizes are in tokens of KV; ``factors`` are how many times the memory the last rows have.
+
+    ``history_tokens``: agents' histories are edited in batches beyond that; 0 for the longest prompt so far.
+    """
 
     cache_tokens: int = 700_000
     donor_tokens: int = 700_000
@@ -277,6 +283,7 @@ class ReplayOptions:
     max_donors: int = 1 << 30
     pass_tokens: int = PASS_TOKENS
     redacted: bool = False
+    history_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.block_tokens < 1 or self.cache_tokens < self.block_tokens or self.donor_tokens < 1:
@@ -349,6 +356,10 @@ class Replay:
         self._reuses = [self._make_reuse(BALANCED, 1), *(self._make_reuse(FAST, f) for f in (1, *options.factors))]
         self._reuse_names = [BALANCED, FAST, *(f"memory x{factor}" for factor in options.factors)]
         self._reuse_computed = [0] * len(self._reuses)
+        sizes = options.cache_tokens, options.block_tokens, options.history_tokens
+        self.history = HistoryEdits(
+            self._encode_chat, lambda message: len(self.tokens.encode(list_chat_parts([message]))), *sizes
+        )
 
     def _make_reuse(self, mode: Any, factor: int) -> AnyOffsetReplay:
         options = self.options
@@ -376,7 +387,7 @@ class Replay:
         passages = [part for part in parts if part.kind == "passage"]
         self.marked_passages += sum(part.marked for part in passages)
         self.assumed_passages += sum(not part.marked for part in passages)
-        sent = self._encode(parts, logged, namespace)
+        as_logged = sent = self._encode(parts, logged, namespace)
         if not len(sent[0]):
             return
         passed: list[_StageCount] = []
@@ -405,7 +416,9 @@ class Replay:
         self.prompts += 1
         self.prompt_tokens += passed[0].tokens
         self.groups.add(logged.tenant, passed[0].tokens, passed[0].computed, counts[0].computed_tokens)
-        self.breaks.add(self._find_break(passed, counts[1]), logged, namespace, texts)
+        saved = {name: passed[-1].computed - counts[at].computed_tokens for at, name in enumerate((BALANCED, FAST))}
+        edited = self.history.add(logged, namespace, as_logged, passed[0].hit, saved)
+        self.breaks.add(self._find_break(passed, counts[1], edited), logged, namespace, texts)
 
     def _apply(self, step: Step, parts: Parts, logged: LoggedPrompt, namespace: Namespace) -> Parts:
         """The prompt behind a step. A server moves no passages of a request that wants no reuse."""
@@ -441,8 +454,13 @@ class Replay:
         whole = self.tokens.encode((*parts, *logged.answer_parts))
         return tokens, self._hasher.hash(whole, namespace), asked
 
-    def _find_break(self, passed: Sequence[_StageCount], fast: ReuseCount) -> Break | None:
-        """Why a prompt was not hit further: the kind that would save most of it."""
+    def _encode_chat(self, messages: Sequence[Mapping[str, Any]], logged: LoggedPrompt, namespace: Namespace) -> _Sent:
+        """The same for a chat in place of the logged one, with its tools."""
+        parts = list_chat_parts(list(messages), tools=list(logged.tools) or None)
+        return self._encode(split_parts(parts, self.options.splitter), logged, namespace)
+
+    def _find_break(self, passed: Sequence[_StageCount], fast: ReuseCount, edited: int) -> Break | None:
+        """Why a prompt was not hit further: the kind that would save most of it; ``edited`` is what its edit cost."""
         first, last = passed[0], passed[-1]
         gains = [
             (passed[at].computed - passed[at + 1].computed, -at, _KIND_OF_STEP[stage.name])
@@ -450,6 +468,7 @@ class Replay:
             if stage.name in _KIND_OF_STEP
         ]
         gains.append((first.most_hit - first.hit, 0, BreakKind.EVICTED))
+        gains.append((edited, 0, BreakKind.EDITED))
         gains.append((last.computed - fast.computed_tokens, 1 - len(passed), BreakKind.PLACE))
         lost, stage, kind = max(gains, key=lambda gain: gain[:2])
         if lost > 0:

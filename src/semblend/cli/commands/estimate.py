@@ -12,7 +12,7 @@ from semblend.cli.commandline import Commands, add_command
 from semblend.cli.output import Progress, check_target, print_json, say, table, write_json, write_text
 from semblend.cli.shared_flags import add_tokenizer, parse_count, parse_rate
 from semblend.errors import InputError
-from semblend.estimate.answer import describe_left_out, list_rows, list_tallies
+from semblend.estimate.answer import describe_history, describe_left_out, list_history, list_rows, list_tallies
 from semblend.formatting import format_percent, format_plural, format_price
 from semblend.kv_shapes import KV_SHAPES
 from semblend.text.log_formats import FORMATS
@@ -100,6 +100,13 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
         help="reuse at an offset only what saves more than N tokens (default: 600, what a pass costs on an H200)",
     )
     parser.add_argument("--max-bytes", type=parse_count, metavar="N", help="--donor-tokens in bytes of the donor store")
+    parser.add_argument(
+        "--history-tokens",
+        type=parse_count,
+        default=0,
+        metavar="N",
+        help="edit an agent's history in batches when it has more than N tokens (default: the longest prompt so far)",
+    )
 
 
 def _add_rates(parser: argparse.ArgumentParser) -> None:
@@ -231,6 +238,7 @@ def _choose_options(args: argparse.Namespace, kv_bytes: int) -> ReplayOptions:
         factors=args.more_memory,
         splitter=args.passages,
         redacted=args.redact,
+        history_tokens=args.history_tokens,
         **{name: value for name, value in given.items() if value is not None},
     )
 
@@ -329,7 +337,10 @@ CAVEAT = (
 
 def render_tables(answer: dict[str, Any]) -> str:
     """The tables, with what they assume."""
-    parts = [_describe(answer), _render_rows(answer), _render_breaks(answer["breaks"]), _render_groups(answer), CAVEAT]
+    parts = [
+        _describe(answer), _render_rows(answer), _render_history(answer), _render_breaks(answer["breaks"]),
+        _render_groups(answer), CAVEAT,
+    ]  # fmt: skip
     return "\n\n".join(part for part in parts if part)
 
 
@@ -379,6 +390,14 @@ def _render_rows(answer: dict[str, Any]) -> str:
     if failed := answer["failed_lookups"]:
         notes.append(f"{failed:,} lookups failed, so reuse is counted too low: {answer['first_failure']}")
     return "\n".join([table(rows, head=head, right=(1, 2, 3, 4, 5)), cost, *notes])
+
+
+def _render_history(answer: dict[str, Any]) -> str:
+    rows = list_history(answer, lambda share: format_percent(share, 1))
+    if not rows:
+        return ""
+    head = ("edits of histories", "tokens", "of all", "prefill s", answer["rates"]["currency"])
+    return f"{table(rows, head=head, right=(1, 2, 3, 4))}\n{describe_history(answer)}"
 
 
 def _render_breaks(breaks: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ Positions = npt.NDArray[np.int64]
 Values = npt.NDArray[np.floating]
 
 MOST_MOVED_BACK = 1 / 3
-"""Where more of the reused tokens moved back, the prompt is another order: of edited histories 0 to 4 % are such."""
+"""Where more of the reused tokens moved back, the prompt is another order: of edited histories 0 to 1 % are, 14 % of stripped ones."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

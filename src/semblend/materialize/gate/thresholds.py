@@ -527,9 +527,7 @@ def choose_table(*model_names: str, file: str | Path = "") -> ChosenTable:
 
 
 def borrow_dial(table: Thresholds) -> Thresholds:
-    """The same table; edits and moved passages that it does not know go by the default's dial, not by thresholds."""
-    if not table.edit_dial.means:
-        table = replace(table, edit_dial=DEFAULT.edit_dial)
+    """The same table; moved passages that its own dial does not know go by the default's, not by thresholds alone."""
     moved: dict[PassageOrder, Mapping[int, float]] = {
         order: row for order, row in DEFAULT.dial.means.items() if order is not PassageOrder.IN_ORDER
     }

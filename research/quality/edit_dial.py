@@ -56,7 +56,7 @@ def read_rows(paths: Iterable[str]) -> list[Measured]:
     cases: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for path in paths:
         with gzip.open(path, "rt") if path.endswith(".gz") else open(path) as lines:
-            for row in map(json.loads, lines):
+            for row in map(json.loads, filter(str.strip, lines)):
                 cases.setdefault((row["model"], row["case"]), {})[row["recipe"]] = row
     found = []
     for (model, _), rows in cases.items():

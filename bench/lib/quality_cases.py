@@ -7,6 +7,9 @@
     code           a source file to be continued; the earlier prompt had another header and three edits
     summarization  XSum and CNN/DailyMail (one article), MultiNews (articles in another order), SAMSum (a dialogue among
                    twelve, from three earlier prompts)
+    subset         as reordered, in the donor's order; the earlier prompt had others between them
+    cleared, dropped, compacted, stripped, handed_over
+                   an agent edited its history (`lib.histories`)
 
 Donors are prompts as somebody would have sent them: the shared text lies in the middle of a prompt with another
 instruction. Where a sentence with a code is planted and the donor holds another code, an answer with the donor's code
@@ -25,10 +28,22 @@ from typing import Any
 
 import lib.reporting as reporting
 from lib import real_texts
+from lib.histories import (
+    BLOCK_TOKENS,
+    EDITS,
+    EditedPrompt,
+    Message,
+    count_common,
+    edited_prompts,
+    is_held_out,
+    read_runs,
+)
 from lib.real_texts import Document, read_jsonl
+from semblend import Prompt, ReusePlan, SemBlend, SemBlendConfig
 from semblend.span import Span
 
 MIN_SPAN = 16
+HISTORY_ANSWER = 48
 QUESTIONS = 5  # to one document, or places where one file is continued
 Tokens = list[int]
 Encode = Callable[[str], Tokens]
@@ -49,7 +64,10 @@ HEADER = "# Continue this file.\n"
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One prompt, the prompts served before it (donor "0", "1", …), and what they share. ``cluster``: its document."""
+    """One prompt, the prompts served before it (donor "0", "1", …), and what they share. ``cluster``: its document.
+
+    ``exact_tokens``: a prefix cache holds so many. ``other``: the prompt as it might have been asked as well.
+    """
 
     case_id: str
     scenario: str
@@ -62,6 +80,13 @@ class Case:
     code: str | None = None
     donor_code: str | None = None
     answer_tokens: int = 16
+    exact_tokens: int = 0
+    other: tuple[int, ...] = ()
+
+    @property
+    def is_history(self) -> bool:
+        """Whether an agent edited its history: rows then hold no text of answers."""
+        return self.scenario in EDITS
 
     @property
     def alone(self) -> tuple[tuple[tuple[int, ...], ...], tuple[Span, ...]]:
@@ -72,25 +97,34 @@ class Case:
     @property
     def digest(self) -> str:
         """What makes the prompt: its tokens, its donors and what they share, so another length is another prompt."""
-        parts = (self.tokens, self.donors, [(s.donor_id, s.donor_start, s.target_start, s.length) for s in self.spans])
+        parts: tuple[object, ...] = (
+            self.tokens, self.donors, [(s.donor_id, s.donor_start, s.target_start, s.length) for s in self.spans]
+        )  # fmt: skip
+        if self.exact_tokens or self.other:
+            parts += (self.exact_tokens, self.other)
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     @property
     def held_out(self) -> bool:
         """Half of the documents, by a hash of their names: thresholds are set on the others."""
-        return hashlib.sha256(self.cluster.encode()).digest()[0] % 2 == 1
+        return is_held_out(self.cluster)
 
 
 @dataclass(frozen=True, slots=True)
 class ChatForm:
-    """How a model wants a chat written: ``begin`` up to the user's text, ``end`` from there to the answer."""
+    """How a model wants a chat written: ``begin`` up to the user's text, ``end`` from there to the answer; and one
+    ``message`` of a conversation, whose tool results come from the user."""
 
     begin: str
     end: str
+    message: str
 
 
-CHATML = ChatForm("<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n")
-ZEPHYR = ChatForm("<|system|>\n{system}</s>\n<|user|>\n", "</s>\n<|assistant|>\n")
+CHATML = ChatForm(
+    "<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n",
+    "<|im_start|>{role}\n{text}<|im_end|>\n",
+)  # fmt: skip
+ZEPHYR = ChatForm("<|system|>\n{system}</s>\n<|user|>\n", "</s>\n<|assistant|>\n", "<|{role}|>\n{text}</s>\n")
 
 
 def choose_chat_form(encode: Encode) -> ChatForm:
@@ -107,6 +141,7 @@ class _Source:
     tokens: int
     seed: int
     form: ChatForm
+    lengths: Sequence[int] = ()
 
     def rng(self, *key: object) -> random.Random:
         return random.Random(f"{self.seed}/{'/'.join(map(str, key))}")
@@ -127,10 +162,11 @@ def cases(
     tokens: int,
     seed: int,
     form: ChatForm = CHATML,
+    lengths: Sequence[int] = (),
 ) -> Iterator[Case]:
     """``prompts`` cases of every scenario (twice as many of the four data sets of summarization), taking turns, so that
-    a run cut short has some of each."""
-    source = _Source(folder, encode, tokens, seed, form)
+    a run cut short has some of each. ``lengths``: of edited histories, in tokens before the edit."""
+    source = _Source(folder, encode, tokens, seed, form, lengths or (tokens,))
     lines = [itertools.islice(SCENARIOS[name](source), prompts * (1 + (name == "summarization"))) for name in scenarios]
     for row in itertools.zip_longest(*lines):
         yield from (case for case in row if case is not None)
@@ -191,6 +227,10 @@ def several(source: _Source) -> Iterator[Case]:
 
 def reordered(source: _Source) -> Iterator[Case]:
     yield from _passages(source, "reordered")
+
+
+def subset(source: _Source) -> Iterator[Case]:
+    yield from _passages(source, "subset")
 
 
 def _passages(source: _Source, scenario: str) -> Iterator[Case]:
@@ -285,7 +325,7 @@ def _assembled(
     source: _Source, scenario: str, pieces: list[Tokens], filler: Tokens, question: str, rng: random.Random
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...], tuple[Span, ...]]:
     """The prompt with the pieces in order. One donor holds them in another order, or three hold some each, in order,
-    among passages that nobody asks for now."""
+    or one all of them, among passages that nobody asks for now."""
     before, prompt = source.chat(DONOR_SYSTEM, DONOR_TASK), source.chat(SYSTEM, TASK)
     starts = []
     for piece in pieces:
@@ -294,12 +334,12 @@ def _assembled(
     order = rng.sample(range(len(pieces)), len(pieces))
     if order == sorted(order):
         order.reverse()
-    shares = [sorted(order[i::3]) for i in range(3)] if scenario == "several" else [order]
+    shares = {"several": [sorted(order[i::3]) for i in range(3)], "subset": [sorted(order)]}.get(scenario, [order])
     donors, spans = [], []
     for number, share in enumerate(shares):
         donor, foreign = list(before), rng.sample(range(len(share) + 1), min(2, len(share)))
         for place, i in enumerate(share):
-            if scenario == "several" and place in foreign:
+            if scenario in ("several", "subset") and place in foreign:
                 donor += filler[: rng.randint(50, min(600, source.tokens // 4))]
             if len(pieces[i]) >= MIN_SPAN:
                 spans.append(Span(str(number), len(donor), starts[i], len(pieces[i])))
@@ -337,6 +377,45 @@ def _edited(
     return donor + text[here:], spans
 
 
+def _histories(how: str) -> Callable[[_Source], Iterator[Case]]:
+    def make(source: _Source) -> Iterator[Case]:
+        """Lengths take turns, so that a run cut short has some of each."""
+        runs = read_runs(source.folder / "agent_traces")
+        held: dict[Message, Tokens] = {}
+
+        def encode(message: Message) -> Tokens:
+            if message not in held:
+                role = "user" if message.role == "tool" else message.role
+                held[message] = source.encode(source.form.message.format(role=role, text=message.text))
+            return held[message]
+
+        lines = [edited_prompts(runs, how, lambda one: len(encode(one)), length) for length in source.lengths]
+        asked = source.encode(source.form.end.partition("\n")[2])
+        for turn in itertools.zip_longest(*lines):
+            for found in turn:
+                if found is not None:
+                    yield make_history(found, how, encode, asked)
+
+    return make
+
+
+def make_history(found: EditedPrompt, how: str, encode: Callable[[Message], Tokens], asked: Tokens) -> Case:
+    """Without spans where donors hold nothing worth moving: such a prompt is computed behind its exact tokens."""
+    donor, tokens, other = (
+        [token for message in messages for token in encode(message)] + asked
+        for messages in (found.before, found.now, found.reworded)
+    )
+    exact = min(count_common(donor, tokens), len(tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    with SemBlend(SemBlendConfig(embedder="none")) as semblend:
+        semblend.register(Prompt(donor), donor_id="0")
+        plan = semblend.lookup(Prompt(tokens), exact_tokens=exact)
+    spans = plan.spans if isinstance(plan, ReusePlan) else ()
+    return Case(
+        found.name, how, found.dataset, found.run.cluster, tuple(tokens), (tuple(donor),), spans,
+        answer_tokens=HISTORY_ANSWER, exact_tokens=exact, other=tuple(other),
+    )  # fmt: skip
+
+
 SCENARIOS: dict[str, Callable[[_Source], Iterator[Case]]] = {
     "one_document": one_document,
     "edits": edits,
@@ -344,6 +423,8 @@ SCENARIOS: dict[str, Callable[[_Source], Iterator[Case]]] = {
     "reordered": reordered,
     "code": code,
     "summarization": summarization,
+    "subset": subset,
+    **{how: _histories(how) for how in EDITS},
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 import lib.reporting as reporting
+from lib.histories import EDITS
 
 Row = dict[str, Any]
 MIN_PROMPTS = 20
@@ -38,6 +39,9 @@ def _names(rows: Iterable[Row], key: str) -> list[str]:
 
 
 def show(report: reporting.Report, rows: Sequence[Row]) -> None:
+    edited = [row for row in rows if row["scenario"] in EDITS]
+    _edited_histories(report, edited)
+    rows = [row for row in rows if row["scenario"] not in EDITS]
     for scenario in _names(rows, "scenario"):
         _by_recipe(report, scenario, [row for row in rows if row["scenario"] == scenario])
     _by_dataset(report, rows)
@@ -60,6 +64,36 @@ def _by_recipe(report: reporting.Report, scenario: str, rows: Sequence[Row]) -> 
     columns = ["recipe", "n", "FLOPs", "KL first", "KL answer", "top-1", "F1 vs cold", "task F1", "PPL ratio", "facts",
                "donor's fact", "harmed"]  # fmt: skip
     report.table(f"{scenario} ({len(_names(rows, 'cluster'))} documents)", columns, lines)
+
+
+def _edited_histories(report: reporting.Report, rows: Sequence[Row]) -> None:
+    """By kind of edit, then all; runs are drawn with replacement."""
+    lines = []
+    for kind in [*_names(rows, "scenario"), *(["all"] if rows else [])]:
+        mine = [row for row in rows if kind in (row["scenario"], "all")]
+        for recipe in _names(mine, "recipe"):
+            kept = [row for row in mine if row["recipe"] == recipe]
+            calls = [row for row in kept if row["same_call"] is not None]
+            flops, alone = interval(kept, "flops")[0], interval(kept, "prefix_flops")[0]
+            is_floor = kept[0]["flops"] == 1.0 and recipe not in ("balanced", "fast")
+            served = float(np.mean([row["decision"] in ("accepted", "fast") for row in kept]))
+            lines.append([
+                kind, recipe, len(kept), len(_names(kept, "cluster")), "-" if is_floor else served, flops,
+                "-" if is_floor else flops / alone, _ranged(kept, "kl"),
+                float(np.mean([row["kl"] > HARM_KL for row in kept])),
+                _ranged(kept, "f1"), f"{interval(calls, 'same_call')[0]:.3f} of {len(calls)}" if calls else "-",
+            ])  # fmt: skip
+    if lines:
+        columns = ["edit", "recipe", "n", "runs", "served", "FLOPs", "of a prefix cache's", "KL answer",
+                   f"KL > {HARM_KL}", "F1 vs cold", "same tool call"]  # fmt: skip
+        report.table(
+            "Edited histories (FLOPs: of a full prefill, and of what a prefix cache alone computes)", columns, lines
+        )
+    sizes = [[name, len({r["case"] for r in rows if r["dataset"] == name}), *np.quantile(lengths, (0, 0.5, 1)).tolist()]
+             for name in _names(rows, "dataset")
+             if (lengths := [r["tokens"] for r in rows if r["dataset"] == name])]  # fmt: skip
+    if sizes:
+        report.table("Edited histories: prompts", ["data set", "n", "tokens, least", "median", "most"], sizes)
 
 
 def false_safe(rows: Sequence[Row]) -> float:

@@ -8,10 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semblend import InputError
+from semblend.plan.reuse_plan import ReusePlan
 from semblend.plan.selection import (
     SELECTIONS,
     Scores,
     keep_in_order,
+    leave_out_repetitions,
     select_largest,
 )
 from semblend.span import Span
@@ -124,3 +126,34 @@ def test_what_is_kept_is_in_its_donors_orders_unless_too_much_would_be_left_out(
         assert kept == in_order
     if left_out > share * sum(span.length for span in spans) + slack:
         assert kept == spans
+
+
+def plan_of(*spans):
+    return ReusePlan(spans, spans[-1].target_end + 10)
+
+
+def test_what_an_agent_repeats_of_its_history_is_left_out_and_the_history_is_in_order_again():
+    history, name, kept, result = lay_out(("d", 500, 400), ("d", 520, 32), ("d", 950, 300), ("d", 0, 60))
+    plan = leave_out_repetitions(plan_of(history, name, kept, result))
+    assert (plan.spans, plan.moved_back) == ((history, kept), 60)
+
+
+def test_of_two_copies_the_longer_one_stays_wherever_it_stands():
+    summary, history = lay_out(("d", 700, 40), ("d", 500, 400))
+    plan = leave_out_repetitions(plan_of(summary, history))
+    assert (plan.spans, plan.moved_back) == ((history,), 0)
+
+
+def test_a_passage_that_moved_ahead_is_no_repetition():
+    plan = plan_of(*lay_out(("d", 900, 100), ("d", 0, 400)))
+    assert leave_out_repetitions(plan) is plan
+
+
+@given(pieces, st.floats(0, 0.99))
+def test_repetitions_left_out_leave_no_donor_token_mostly_twice_and_most_of_what_was_there_once(pieces, share):
+    spans = lay_out(*pieces)
+    kept = leave_out_repetitions(plan_of(*spans), share).spans
+    assert set(kept) <= set(spans)
+    assert list(kept) == sorted(kept, key=lambda span: span.target_start)
+    longest = max(span.length for span in spans)
+    assert sum(span.length for span in kept) >= (1 - share) * longest - 1e-6

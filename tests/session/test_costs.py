@@ -137,6 +137,16 @@ def test_prompts_of_a_kind_that_needed_two_repairs_begin_with_the_second():
     assert [one.escalations for one in receipts[-2:]] == [0, 0]
 
 
+def test_what_an_agent_repeats_of_its_history_does_not_make_another_order_of_it():
+    """The new message at the end begins like old ones: before, the plan counted as reordered and was prefilled."""
+    world = World(reuse_ms=60.0, quality="balanced", outcomes=OutcomeMemory(DEFAULT))
+    rules, old, call, talk = world.draw(300), world.draw(400), world.draw(200), world.draw(1200)
+    world.ask([*rules, *old, *call, *talk], keep=True)
+    receipt = world.ask([*world.draw(30), *call, *talk, *call, *world.draw(40)])
+    assert receipt.reused_tokens == len(call) + len(talk)
+    assert "reordered" not in receipt.kind
+
+
 def test_a_later_question_to_a_donor_has_a_forecast_of_its_own():
     """In mode balanced the first one is looked at before it is repaired, the others take one pass."""
     world = World(reuse_ms=90.0, quality="balanced", outcomes=OutcomeMemory(DEFAULT))

@@ -64,6 +64,7 @@ class ReusePlan:
     ``exact_tokens`` are held by the engine already (its own prefix hit) and are not part of the spans.
     ``saving_ms`` is an estimate, and None until the engine's rates are known.
     ``repair``: a first repair computes so many percent of the reused tokens again, where the gate asks for less.
+    ``moved_back``: tokens that no span holds although a donor does: they stood in front of what now precedes them.
     """
 
     spans: tuple[Span, ...]
@@ -72,6 +73,7 @@ class ReusePlan:
     saving_ms: float | None = None
     evidence: tuple[Similar, ...] = field(default=())
     repair: int = 0
+    moved_back: int = 0
 
     @property
     def reused_tokens(self) -> int:

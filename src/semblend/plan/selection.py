@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
 from semblend.errors import InputError
+from semblend.plan.reuse_plan import ReusePlan
 from semblend.span import Span
 
 Positions = npt.NDArray[np.int64]
 Values = npt.NDArray[np.floating]
+
+MOST_MOVED_BACK = 1 / 3
+"""Where more of the reused tokens moved back, the prompt is another order: 1 % of edited histories, 14 % of those whose
+reasoning was stripped."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,6 +92,46 @@ def keep_in_order(spans: Sequence[Span], most_share: float) -> tuple[Span, ...]:
             first_behind[donor] = span.donor_start
     few = (1 - most_share) * sum(span.length for span in spans)
     return tuple(reversed(kept)) if sum(span.length for span in kept) >= few else tuple(spans)
+
+
+def leave_out_repetitions(plan: ReusePlan, most_share: float = MOST_MOVED_BACK) -> ReusePlan:
+    """Leave out spans whose tokens stand in a longer one too, and those behind what their donor has behind them.
+
+    New messages of an agent repeat pieces of old ones: the name of a tool, a result that was asked for again. KV of the
+    old one, read next to the question, is most of the damage to an edited history (docs/research/quality.md). They are
+    computed, and what is left is in its donor's order. ``most_share``: of the reused tokens; where more than that moved
+    back, the prompt is another order altogether, and only what stands twice is left out.
+
+    >>> history, repeated = Span("d", 50, 10, 90), Span("d", 60, 120, 10)
+    >>> leave_out_repetitions(ReusePlan((history, repeated), 150)).spans == (history,)
+    True
+    """
+    spans = plan.spans
+    ends: dict[tuple[str, int], int] = {}
+    for span in spans:
+        donor = (span.donor_id, span.generation)
+        ends[donor] = max(ends.get(donor, 0), span.donor_end)
+    taken = {donor: np.zeros(end, dtype=bool) for donor, end in ends.items()}
+    once: list[Span] = []
+    for span in sorted(spans, key=lambda span: -span.length):
+        mine = taken[span.donor_id, span.generation][span.donor_start : span.donor_end]
+        if 2 * np.count_nonzero(mine) <= span.length:
+            once.append(span)
+            mine[:] = True
+    once.sort(key=lambda span: span.target_start)
+    reached = dict.fromkeys(ends, 0)
+    kept: list[Span] = []
+    for span in once:
+        donor = (span.donor_id, span.generation)
+        if span.donor_start >= reached[donor]:
+            kept.append(span)
+            reached[donor] = span.donor_end
+    moved_back = sum(span.length for span in once) - sum(span.length for span in kept)
+    if moved_back > most_share * sum(span.length for span in once):
+        kept, moved_back = once, 0
+    if len(kept) == len(spans):
+        return plan
+    return replace(plan, spans=tuple(kept), saving_ms=None, moved_back=moved_back)
 
 
 def select_largest(positions: Positions, scores: Values, count: int) -> Positions:

@@ -30,7 +30,7 @@ from semblend.materialize.blend.quality import QualitySettings
 from semblend.materialize.gate.gate import OutcomeMemory, name_kind
 from semblend.plan.cost import explain_lost_donor
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
-from semblend.plan.selection import keep_in_order
+from semblend.plan.selection import keep_in_order, leave_out_repetitions
 from semblend.plan.times import AT_ONCE, NOTHING, PASSES, Forecast, Timed, TimeModel, Work
 from semblend.quality import choose_quality, read_nats
 from semblend.session.session import NEVER, Expectation, LoadResult, ReuseSession, SessionRequest, State
@@ -188,7 +188,7 @@ class Sessions:
         if not plan.until(self.find_claim_end(session, plan)).spans:
             end = "what donors hold is the end of the prompt, which the engine computes itself"
             return Decline(DeclineReason.BELOW_BREAK_EVEN, end)
-        plan, expected = self._choose_spans(session, plan)
+        plan, expected = self._choose_spans(session, leave_out_repetitions(plan))
         if self.traits.keeps_donors and (lost := explain_lost_donor(plan)):
             return Decline(DeclineReason.BELOW_BREAK_EVEN, lost)
         session.expected = expected
@@ -237,7 +237,7 @@ class Sessions:
         tokens, exact = plan.prompt_tokens, plan.exact_tokens
         end = tokens if self.traits.samples else min(tokens, self.find_claim_end(session, plan) + 1)
         repaired = max(self.quality.steps[0].percent, plan.repair) if session.is_gated else 0
-        at_once = session.is_gated and self.outcomes.knows_donors(plan, session.mode)
+        at_once = session.is_gated and self.outcomes.takes_one_pass(plan, session.mode)
         work = count_work(plan.until(end), self.quality, repaired / 100, at_once=at_once)
         tail = Work.of_prefill(tokens, end) if end < tokens else NOTHING
         path = AT_ONCE if at_once else session.path

@@ -648,6 +648,65 @@ def test_in_one_pass_wrong_donor_kv_is_refused_as_it_is_in_two():
     assert done.faulty_donors == ("d",)
 
 
+def edit_dial_that(**kept):
+    return replace(ALWAYS, dial=dial_that().dial, edit_dial=dial_that(**kept).dial)
+
+
+def edited_history(world):
+    """The donor is a conversation; of the prompt, 40 tokens behind 50 exact ones were cleared, and 60 are new."""
+    talk = tokens_of(450, 1)
+    world.donate("d", talk)
+    prompt = talk[:50] + tokens_of(10, 3) + talk[90:240] + tokens_of(10, 4) + talk[280:450] + tokens_of(60, 2)
+    return prompt, [Span("d", 90, 60, 150), Span("d", 280, 220, 170)]
+
+
+def test_an_edited_history_is_repaired_in_one_pass_without_a_look_at_the_question():
+    world = World(thresholds=edit_dial_that(), most_work=10, deep_tolerance=0)
+    prompt, spans = edited_history(world)
+    done, target = world.prepare(prompt, spans, exact=50)
+    assert [(one.name, one.layers) for one in done.passes] == [("deviation", 1), ("repair 10 %", 4)]
+    assert done.passes[1].rows == 10 + 32 + 10 + 16 + 60 + 32  # gaps, heads of spans, what is new, 10 %
+    assert done.decision == "accepted"
+    assert done.canary is not None
+    assert np.isnan(done.features.moved)
+    assert done.features.deviation > 0
+    assert done.exact_until < spans[0].target_end
+    # What it computed is what the model computes over the KV that lies before it.
+    again = world.slots(len(prompt))
+    for part in (world.pool.k, world.pool.v):
+        part[:, again] = part[:, target.slots]
+    held = [at for at, _ in find_held(done, spans)]
+    at = torch.from_numpy(np.setdiff1d(np.arange(50, len(prompt)), held))
+    world.model.forward(Rows.of(torch.tensor(prompt)[at], at, again), world.pool)
+    for ours, theirs in zip(world.kv_of(target.slots), world.kv_of(again), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-4)
+
+
+def test_an_edited_history_that_the_gate_refuses_is_computed_as_a_cold_prompt_is():
+    world = World(thresholds=edit_dial_that(accepts=()), most_work=10)
+    prompt, spans = edited_history(world)
+    done, target = world.prepare(prompt, spans, exact=50)
+    assert done.passes[-1].name == "prefill"
+    assert_cold(world, done, target, prompt)
+
+
+@pytest.mark.parametrize("layers", [slice(0, 1), slice(2, 4)])
+def test_wrong_donor_kv_of_an_edited_history_is_refused_in_the_first_layer_and_in_deep_ones(layers):
+    world = World(thresholds=edit_dial_that())
+    prompt, spans = edited_history(world)
+    world.poison("d", lambda tensors: tensors.k[layers].mul_(-3.0))
+    done, _ = world.prepare(prompt, spans, exact=50)
+    assert isinstance(done, Decline)
+    assert done.reason is DeclineReason.VALIDATION_FAILED
+    assert done.faulty_donors == ("d",)
+
+
+def test_where_no_edits_were_measured_an_edited_history_is_looked_at_like_any_prompt():
+    world = World(thresholds=dial_that(), most_work=10)
+    done, _ = world.prepare(*edited_history(world), exact=50)
+    assert done.passes[0].name == "fast"
+
+
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 40), st.integers(1, 30)), max_size=8))
 def test_what_was_attended_to_is_recalled_by_the_donors_own_tokens(noted):
     attended, seen = AttendedTokens(), {}

@@ -31,11 +31,13 @@ from semblend.materialize.gate.thresholds import (
     STEPS,
     DialTable,
     PassageOrder,
+    PlanShape,
     RiskFeatures,
     Thresholds,
     choose_level,
 )
 from semblend.plan.reuse_plan import DeclineReason, ReusePlan
+from semblend.plan.selection import leave_out_repetitions
 from semblend.plan.times import Forecast
 from semblend.prompt import Namespace
 from semblend.span import Span
@@ -107,6 +109,37 @@ def test_a_dial_needs_no_pass_before_the_repair():
     assert gate.sees_at_once
     assert not Gate(nats=0.1, dial=TABLE, order=REORDERED).sees_at_once
     assert not Gate(nats=0.1).sees_at_once
+
+
+CLEARED = ReusePlan((Span("d", 100, 60, 400), Span("d", 700, 480, 300)), 800, 40)
+WHOLE = ReusePlan((Span("d", 100, 60, 700),), 780, 40)
+
+
+def test_an_edited_history_goes_by_the_dial_that_was_measured_on_such_and_takes_one_pass_at_first_sight():
+    edits = DialTable({IN_ORDER: {10: 0.015, 20: 0.01}}, {10: (1.0, 0.0, 0.0, 0.0, -1.0)})
+    thresholds = Thresholds(0.01, 0.01, 0.01, dial=TABLE, edit_dial=edits)
+    memory = OutcomeMemory(thresholds)
+    assert Gate.of(thresholds, CLEARED, 0.02).dial is edits
+    assert Gate.of(thresholds, WHOLE, 0.02).dial is TABLE
+    assert memory.takes_one_pass(CLEARED)
+    assert not memory.takes_one_pass(WHOLE)  # nobody has asked about its donor yet
+    assert PlanShape.of(CLEARED).kind != PlanShape.of(WHOLE).kind
+    assert Thresholds.from_json(thresholds.to_json()) == thresholds
+
+
+def test_a_passage_that_moved_to_the_end_and_is_computed_makes_the_others_a_part_of_their_donor():
+    first, others = Span("d", 0, 700, 100), Span("d", 100, 0, 700)
+    plan = leave_out_repetitions(ReusePlan((others, first), 810))
+    assert plan.spans == (others,)
+    assert PlanShape.of(plan).in_part
+    assert Gate.of(Thresholds(0.01, 0.01, 0.01, dial=TABLE), plan, 0.02).dial is None
+
+
+def test_where_edits_were_not_measured_a_part_of_a_donor_keeps_the_strict_thresholds():
+    thresholds = Thresholds(0.01, 0.01, 0.01, dial=TABLE)
+    gate = Gate.of(thresholds, CLEARED, 0.02)
+    assert (gate.dial, gate.is_edited) == (None, False)
+    assert not OutcomeMemory(thresholds).takes_one_pass(CLEARED)
 
 
 @given(st.sampled_from(MEASURES), nats, nats)

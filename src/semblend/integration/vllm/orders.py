@@ -22,7 +22,7 @@ class Load:
     ``tokens`` and ``spans`` reach to ``plan_tokens``: in mode balanced that is one further than the claim, because the
     gate wants the next-token distribution. Generations in ``spans`` are the worker's. Without spans it is a load that
     went wrong before it was ordered: the worker refuses it, and vLLM computes the prompt. ``tenant``: whose turn it is.
-    ``repair``: as in a `ReusePlan`.
+    ``repair``, ``moved_back``: as in a `ReusePlan`.
     """
 
     request_id: str
@@ -34,6 +34,7 @@ class Load:
     mode: str
     tenant: str = ""
     repair: int = 0
+    moved_back: int = 0
 
     @property
     def plan_tokens(self) -> int:

@@ -336,7 +336,9 @@ def _decline_failure(error: Exception) -> Decline:
 # follows, then a full prefill.
 #
 # What a question attends to is seen in a pass of its own over the new tokens (a look). Where earlier questions have
-# shown what matters in these donors, the first step goes by that, in the first pass: one instead of two.
+# shown what matters in these donors, the first step goes by that, in the first pass: one instead of two. Of an edited
+# history so much is new that two passes save little: its first step takes the tokens that deviate most in layer 1,
+# those behind the edit (docs/research/quality.md).
 
 
 MAX_NOTED_TOKENS = 1 << 22
@@ -395,18 +397,28 @@ class Repair:
         if not steps:  # nobody will look at what a repair shows: deep layers are sampled, as in mode fast
             yield from self._passes.compute(state, "fast", first, None, check=True, deep=True)
             return
-        known = self._attended.recall(state.spans, len(state.tokens)) if state.gate.sees_at_once else None
-        if known is not None:
-            left = np.setdiff1d(state.reused, first, assume_unique=True)
-            count = min(len(left), round(steps[0].percent / 100 * len(state.reused)))
-            chosen = select_largest(left, known[left], count)
+        chosen = (yield from self._choose_at_once(state, steps[0], first)) if state.gate.sees_at_once else first[:0]
+        if len(chosen):
             rows = np.union1d(first, chosen)
-            if len(chosen) and self._allows(state, rows) and self._passes.is_affordable(state, len(rows)):
-                yield from self._run_step(state, steps[0], chosen, rows, AttentionMass(), is_first=True)
-                return
+            yield from self._run_step(state, steps[0], chosen, rows, AttentionMass(), is_first=True)
+            return
         watch = AttentionMass()
         yield from self._passes.compute(state, "fast", first, watch, check=True)
         self._note_attention(state, watch)
+
+    def _choose_at_once(self, state: BlendState, step: Step, first: Positions) -> Pieces[Positions]:
+        """Tokens that the first pass repairs without a look before it; none where that is not known, or too dear."""
+        left = np.setdiff1d(state.reused, first, assume_unique=True)
+        count = min(len(left), round(step.percent / 100 * len(state.reused)))
+        rows = len(first) + count
+        if not count or not self._allows(state, rows) or not self._passes.is_affordable(state, rows):
+            return left[:0]
+        if rule := step.rule_at_once if state.gate.is_edited else "":
+            state.canary = self._passes.check_donor_kv(state)  # before layer 0 is written
+            deviation = yield from self._measure_deviation(state, squared=rule == "cacheblend", is_first=True)
+            return SELECTIONS[rule](Scores(left, np.ones(len(left)), deviation[left], 0, count / len(left)))
+        known = self._attended.recall(state.spans, len(state.tokens))
+        return left[:0] if known is None else select_largest(left, known[left], count)
 
     def go_on(self, state: BlendState) -> Pieces[str]:
         """Repairs until the answer is expected to be close enough, time is up, or all is computed; returns which.
@@ -424,7 +436,7 @@ class Repair:
                 if not len(chosen):  # this step adds nothing to what is computed already
                     continue
                 rows = self._add_affected(state, chosen)
-                if not self._allows(state, rows):
+                if not self._allows(state, len(rows)):
                     break  # a prefill costs little more and leaves nothing to doubt
                 if not passes.is_affordable(state, len(rows)):
                     if settings.over_budget == "accept":
@@ -454,10 +466,10 @@ class Repair:
         begin = state.gate.begin().percent
         return [step for step in self._settings.steps if begin and step.percent >= begin]
 
-    def _allows(self, state: BlendState, rows: Positions) -> bool:
+    def _allows(self, state: BlendState, rows: int) -> bool:
         """Whether all passes with this one stay clearly below a prefill."""
         spent = state.spent_rows(self._passes.model.layout.layers)
-        return spent + len(rows) <= self._settings.most_work * self._passes.prefill_rows(state)
+        return spent + rows <= self._settings.most_work * self._passes.prefill_rows(state)
 
     def _run_step(
         self,
@@ -470,10 +482,16 @@ class Repair:
         is_first: bool = False,
     ) -> Pieces[None]:
         """Computes the rows, and notes the divergence from cold that an answer is expected to have now, in nats."""
-        repaired = np.isin(rows, chosen)
-        observer = RepairedDeviation(watch)
+        observer, before = RepairedDeviation(watch), state.computed.copy()
         state.step, state.repaired = step, state.repaired + len(chosen)
-        settled = yield from self._passes.compute(state, f"repair {step.percent} %", rows, observer, check=is_first)
+        unchecked = is_first and state.canary is None
+        # What deviates most in layer 1 need not be what the question reads: deep layers are sampled, as in mode fast.
+        deep = is_first and not unchecked
+        settled = yield from self._passes.compute(
+            state, f"repair {step.percent} %", rows, observer, check=unchecked, deep=deep
+        )
+        rows = np.union1d(rows, np.flatnonzero(state.computed & ~before))
+        repaired = np.isin(rows, chosen)
         if is_first:
             self._note_attention(state, watch)
         if state.tail is None or state.first_tail is None or state.mass is None:
@@ -505,15 +523,22 @@ class Repair:
         scores = Scores(stale, state.mass[stale], deviation, seed, count / len(stale))
         return SELECTIONS[rule](scores)
 
-    def _measure_deviation(self, state: BlendState, *, squared: bool) -> Pieces[npt.NDArray[np.floating[Any]]]:
-        """Deviation above the first layers of all tokens that still are a donor's; zero elsewhere."""
+    def _measure_deviation(
+        self, state: BlendState, *, squared: bool, is_first: bool = False
+    ) -> Pieces[npt.NDArray[np.floating[Any]]]:
+        """Deviation above the first layers of all tokens that still are a donor's; zero elsewhere.
+
+        ``is_first``: new tokens are not computed yet, so they go through these layers too, and their number means
+        nothing.
+        """
         layers = self._passes.model.layout.layers
         depth = min(max(1, count_leading_layers(layers, self._settings.layer_share)), layers - 1)
         observer = KvDeviation(layer=depth)
         yield from self._passes.put_aside(state)
-        yield from self._passes.run_layers(state, "deviation", state.stale, observer, layers=depth)
+        rows = np.arange(state.exact, len(state.tokens)) if is_first else state.stale
+        yield from self._passes.run_layers(state, "deviation", rows, observer, layers=depth)
         found = np.zeros(len(state.tokens))
-        found[state.stale] = self._ranks.read(observer.squared if squared else observer.relative)
+        found[rows] = self._ranks.read(observer.squared if squared else observer.relative)
         return found
 
     def _add_affected(self, state: BlendState, chosen: Positions) -> Positions:

@@ -124,11 +124,13 @@ class Placed:
 @dataclass(frozen=True, slots=True)
 class Step:
     """Compute ``percent`` of the reused tokens again, chosen by ``rule``; by another one where passages kept their
-    order."""
+    order. ``rule_at_once``: how the first step of an edited history chooses, which goes by layer 1 and is not preceded
+    by a look at the question; empty: it is looked at like any other."""
 
     percent: int
     rule: str
     rule_in_order: str = ""
+    rule_at_once: str = "cacheblend"
 
     def find_rule(self, order: PassageOrder) -> str:
         """The rule for a plan whose passages have this order."""
@@ -193,7 +195,8 @@ class QualitySettings:
         if not 0 <= self.layer_share <= 1:
             raise InputError(f"layer_share={self.layer_share} is no share", hint="0 recomputes no layer as a whole")
         for step in self.steps:
-            if not {step.rule, step.rule_in_order or step.rule} <= SELECTIONS.keys() or not 0 < step.percent <= 100:
+            rules = {step.rule, step.rule_in_order or step.rule, step.rule_at_once or step.rule}
+            if not rules <= SELECTIONS.keys() or not 0 < step.percent <= 100:
                 raise InputError(f"{step} cannot be followed", hint="rules: " + ", ".join(SELECTIONS))
 
 

@@ -36,6 +36,8 @@ class Gate:
     With a ``dial``, which was measured for the model at any number, by what that expects of prompts whose passages have
     this ``order``. Without one by ``thresholds``, which hold at .02 nats, at another number scaled with it.
     ``least``: percent that a repair computes at least, because smaller ones were seldom enough for such prompts.
+    ``is_edited``: such prompts were measured (`PlanShape.is_edited`), with one pass: to compute what is new in them
+    twice saves little.
     """
 
     thresholds: Thresholds = DEFAULT
@@ -43,12 +45,17 @@ class Gate:
     dial: DialTable | None = None
     order: PassageOrder = PassageOrder.IN_ORDER
     least: int = 0
+    is_edited: bool = False
 
     @classmethod
     def of(cls, thresholds: Thresholds, plan: ReusePlan, nats: float) -> Gate:
         """The gate of a plan: by the dial that was measured on prompts like this one, else by the thresholds."""
         shape = PlanShape.of(plan)
-        return cls(thresholds, nats, _find_dial(thresholds, shape), shape.order, plan.repair)
+        if shape.is_edited and thresholds.edit_dial.knows(shape.order):
+            return cls(thresholds, nats, thresholds.edit_dial, shape.order, plan.repair, is_edited=True)
+        # Of a part of a donor nothing is known: dials were measured on whole documents, and take nearly all of them.
+        dial = None if shape.in_part else thresholds.find_dial(shape.order)
+        return cls(thresholds, nats, dial, shape.order, plan.repair)
 
     @property
     def sees_at_once(self) -> bool:
@@ -80,11 +87,6 @@ def prefill_at_once(thresholds: Thresholds, plan: ReusePlan, nats: float) -> Rec
     """The choice of a prefill before anything is computed, where no level is expected to be close enough; else None."""
     choice = Gate.of(thresholds, plan, nats).begin()
     return choice if choice.percent is None else None
-
-
-def _find_dial(thresholds: Thresholds, shape: PlanShape) -> DialTable | None:
-    """None for a part of a donor's passages: dials were measured on whole documents, and take nearly all of them."""
-    return None if shape.in_part else thresholds.find_dial(shape.order)
 
 
 # -- What became of earlier plans of each kind, so that a plan that does not pay is not begun.
@@ -241,10 +243,14 @@ class OutcomeMemory:
         with self._lock:
             return self._find(namespace, name_kind(plan, read_nats(quality))).choose_repair()
 
-    def knows_donors(self, plan: ReusePlan, quality: str = GATED_MODE) -> bool:
-        """Whether one pass is likely to do: earlier questions have shown what matters in its donors."""
-        if self._thresholds is None or not Gate.of(self._thresholds, plan, read_nats(quality)).sees_at_once:
+    def takes_one_pass(self, plan: ReusePlan, quality: str = GATED_MODE) -> bool:
+        """Whether one pass is likely to do: of an edited history, or where earlier questions have shown what matters
+        in its donors."""
+        if self._thresholds is None:
             return False
+        gate = Gate.of(self._thresholds, plan, read_nats(quality))
+        if not gate.sees_at_once or gate.is_edited:
+            return gate.sees_at_once
         with self._lock:
             return all(donor_id in self._donors for donor_id in plan.donor_ids)
 

@@ -35,6 +35,10 @@ SMALL_SHARE = 0.1
 """A donor, or an order, that concerns less than this share of the reused tokens does not make a kind of its own."""
 
 
+NEW_SHARE = 0.15
+"""Where more of a prompt is new, two passes over that and a repair of 10 % come to half of a prefill."""
+
+
 class PassageOrder(StrEnum):
     """In which order the prompt holds the reused tokens: this decides most of what the gate will say.
 
@@ -53,7 +57,7 @@ class PlanShape:
 
     ``tokens`` would be computed without reuse. ``foreign_tokens`` come from other donors than the one that holds most.
     ``turned_tokens`` stand in the prompt behind tokens that come after them in that donor. ``among_tokens`` lie between
-    two spans of it, left out of the donor or new in the prompt, whichever are more.
+    two spans of it, left out of the donor or new in the prompt, whichever are more, or moved back and are computed.
 
     >>> PlanShape.of(ReusePlan((Span("d", 200, 0, 100), Span("d", 0, 100, 100)), 220)).kind
     'one donor reordered, 128+ tokens, 2+ spans'
@@ -72,7 +76,8 @@ class PlanShape:
         for span in plan.spans:
             held[span.donor_id] = held.get(span.donor_id, 0) + span.length
         main = max(held, key=lambda donor_id: held[donor_id], default="")
-        reached = turned = among = 0
+        reached = turned = 0
+        among = plan.moved_back
         before: Span | None = None
         for span in plan.spans:
             if span.donor_id == main:
@@ -97,9 +102,17 @@ class PlanShape:
         return self.order is PassageOrder.IN_ORDER and self.among_tokens > SMALL_SHARE * self.reused_tokens
 
     @property
+    def is_edited(self) -> bool:
+        """Whether one donor's tokens are there in part, or in order with much that is new: an agent that edited its
+        history is like that, and a part of a donor's passages."""
+        has_much_new = self.tokens - self.reused_tokens > NEW_SHARE * self.tokens
+        return self.in_part or (self.order is PassageOrder.IN_ORDER and has_much_new)
+
+    @property
     def kind(self) -> str:
         """Prompts of one kind have the same order, and are alike in length and number of spans within a factor of 2."""
-        return f"{self.order}, {_round_down(self.tokens)}+ tokens, {_round_down(self.spans)}+ spans"
+        order = f"{self.order}, edited" if self.is_edited else self.order
+        return f"{order}, {_round_down(self.tokens)}+ tokens, {_round_down(self.spans)}+ spans"
 
 
 def _round_down(count: int) -> int:
@@ -340,8 +353,9 @@ class Thresholds:
     """Largest expected divergence, in nats, that passes after each step; ``provenance`` says who measured it, and when.
 
     These hold in mode balanced, at .02 nats; at another number they are scaled. ``dial``: what was measured for every
-    number, which then counts instead. ``borrowed_dial``: that of other models, for orders of passages that ``dial``
-    does not know; no part of a file, who chooses a table lends it (`gate.chosen_table`).
+    number, which then counts instead. ``edit_dial``: the same for edited histories and parts of a donor
+    (`PlanShape.is_edited`). ``borrowed_dial``: that of other models, for orders of passages that ``dial`` does not
+    know; no part of a file, who chooses a table lends it (`choose_table`).
 
     >>> Thresholds(.01, .02, .02).after(20)
     0.02
@@ -352,6 +366,7 @@ class Thresholds:
     kl_40: float
     risk: RiskModel = field(default_factory=lambda: RiskModel({}))
     dial: DialTable = field(default_factory=DialTable)
+    edit_dial: DialTable = field(default_factory=DialTable)
     borrowed_dial: DialTable = field(default_factory=DialTable)
     provenance: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
@@ -392,6 +407,7 @@ class Thresholds:
                 **values,
                 risk=RiskModel(weights),
                 dial=DialTable.from_record(record.get("dial", {})),
+                edit_dial=DialTable.from_record(record.get("edit_dial", {})),
                 borrowed_dial=DialTable(),
                 provenance=dict(record.get("provenance", {})),
             )

@@ -508,6 +508,7 @@ class PendingLoads:
                 record.mode,
                 record.prompt.namespace.tenant,
                 plan.repair,
+                plan.moved_back,
             )
         )
 

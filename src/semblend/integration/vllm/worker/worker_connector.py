@@ -471,7 +471,10 @@ class WorkerConnector(RefusingConnector):
         context = slots_of_blocks(load.block_ids, self._block_tokens, load.plan_tokens, self._model.device)
         # Widened by numpy: torch wakes all its threads for so many numbers, which takes milliseconds.
         tokens = torch.from_numpy(np.array(load.tokens, dtype=np.int64))
-        return Placed(tokens, context), ReusePlan(load.spans, load.plan_tokens, load.exact_tokens, repair=load.repair)
+        plan = ReusePlan(
+            load.spans, load.plan_tokens, load.exact_tokens, repair=load.repair, moved_back=load.moved_back
+        )
+        return Placed(tokens, context), plan
 
     def _wait_for_device(self) -> None:
         if self._model.device.type == "cuda":

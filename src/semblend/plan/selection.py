@@ -108,9 +108,13 @@ def leave_out_repetitions(plan: ReusePlan, most_share: float = MOST_MOVED_BACK) 
     """
     spans = plan.spans
     ends: dict[tuple[str, int], int] = {}
+    is_once = True
     for span in spans:
         donor = (span.donor_id, span.generation)
+        is_once &= span.donor_start >= ends.get(donor, 0)
         ends[donor] = max(ends.get(donor, 0), span.donor_end)
+    if is_once:  # nearly always: everything is in its donor's order
+        return plan
     taken = {donor: np.zeros(end, dtype=bool) for donor, end in ends.items()}
     once: list[Span] = []
     for span in sorted(spans, key=lambda span: -span.length):

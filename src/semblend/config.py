@@ -89,6 +89,11 @@ class SemBlendConfig:
     tenant_quality: str = setting(
         "", "Qualities of tenants: TENANT=QUALITY pairs with spaces between. A request's own goes first."
     )
+    forget: str = setting(
+        "",
+        "Tenants whose requests reuse nothing that was computed with other text in view, whatever they ask, with "
+        "spaces between; `*` = all.",
+    )
     min_span_tokens: int = setting(
         32,
         "Shortest span worth reusing, in tokens. Below 32, short runs are found only beside a longer one "
@@ -173,6 +178,14 @@ class SemBlendConfig:
     def find_tenant_quality(self, tenant: str) -> str | None:
         """The quality that a tenant's requests have unless they say another; None: the server's."""
         return parse_tenant_qualities(self.tenant_quality).get(tenant)
+
+    def forgets(self, tenant: str) -> bool:
+        """Whether this tenant's requests are exact, whatever they ask.
+
+        >>> [SemBlendConfig(forget=said).forgets("acme") for said in ("", "bolt acme", "*", "acme2")]
+        [False, True, True, False]
+        """
+        return bool(self.forget) and not {"*", tenant}.isdisjoint(self.forget.split())
 
     @property
     def models_dir(self) -> Path:

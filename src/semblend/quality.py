@@ -150,16 +150,20 @@ def choose_quality(own: str | None, tenant: str | None, server: str) -> str:
 
 # -- What a caller asks of reuse inside an engine's own request, where a mistake cannot be refused.
 #
-# What we cannot read never loosens anything: such a quality is exact, and an opt-out that is neither true nor false is
-# an opt-out.
+# What we cannot read never loosens anything: such a quality is exact, and an opt-out (or a wish to forget) that is
+# neither true nor false is one.
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """``{"opt_out": true, "quality": 0.05}`` of a request; None where it says nothing of its quality."""
+    """``{"opt_out": true, "quality": 0.05}`` of a request; None where it says nothing of its quality.
+
+    ``forget``: nothing may be reused that was computed with other text in view, so its quality is exact.
+    """
 
     opt_out: bool = False
     quality: str | None = None
+    forget: bool = False
 
 
 def read_request_options(given: object) -> RequestOptions:
@@ -169,13 +173,15 @@ def read_request_options(given: object) -> RequestOptions:
     RequestOptions(opt_out=False, quality='0.05')
     >>> read_request_options({"quality": "exakt"}).quality, read_request_options({"opt_out": "yes"}).opt_out
     ('exact', True)
+    >>> read_request_options({"quality": "fast", "forget": True})
+    RequestOptions(opt_out=False, quality='exact', forget=True)
     """
     if given is None:
         return RequestOptions()
     if not isinstance(given, Mapping):
         return RequestOptions(quality="exact")
-    opt_out, quality = given.get("opt_out"), given.get("quality")
-    return RequestOptions(opt_out is not None and opt_out is not False, _read_quality(quality))
+    opt_out, forget = (given.get(name) not in (None, False) for name in ("opt_out", "forget"))
+    return RequestOptions(opt_out, "exact" if forget else _read_quality(given.get("quality")), forget)
 
 
 def _read_quality(asked: object) -> str | None:

@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from semblend.config import SemBlendConfig, load_config
 from semblend.errors import ConfigError, InputError
-from semblend.quality import choose_quality, find_path, parse_quality, parse_tenant_qualities, read_nats
+from semblend.quality import (
+    choose_quality,
+    find_path,
+    parse_quality,
+    parse_tenant_qualities,
+    read_nats,
+    read_request_options,
+)
+from semblend.session.sessions import choose_mode
 
 GARBAGE = ["", "1e9x", "nan", "inf", "-1", "-0.1", "1_000", "0x1", "½", "٠.٥", ".", "e5", "Fast", "0,05", "9" * 5000,
            math.nan, math.inf, -math.inf, -1, True, None, [], {}, 10**400, b"fast"]  # fmt: skip
@@ -66,3 +74,18 @@ def test_a_setting_may_be_a_number_wherever_it_comes_from(tmp_path):
     for wrong in ("often", "-0.1", "inf"):
         with pytest.raises(ConfigError, match="nats"):
             load_config({"SEMBLEND_QUALITY": wrong})
+
+
+def test_a_tenant_that_has_to_forget_is_exact_whatever_its_requests_ask() -> None:
+    config = SemBlendConfig(quality="fast", tenant_quality="acme=0.05", forget="acme bolt")
+    assert [choose_mode(config, asked, "acme") for asked in (None, "fast", "0.3")] == ["exact"] * 3
+    assert choose_mode(config, "0.3", "bolt") == "exact"
+    assert choose_mode(config, None, "other") == "fast"
+    assert choose_mode(SemBlendConfig(quality="fast", forget="*"), "fast", "") == "exact"
+
+
+@pytest.mark.parametrize("said", [True, "yes", 1, {}, "false"])
+def test_a_wish_to_forget_that_cannot_be_read_is_one(said: object) -> None:
+    found = read_request_options({"quality": "fast", "forget": said})
+    assert (found.quality, found.forget) == ("exact", True)
+    assert read_request_options({"quality": "fast", "forget": False}).quality == "fast"

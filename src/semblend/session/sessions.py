@@ -457,7 +457,9 @@ class Sessions:
 
 
 def choose_mode(config: SemBlendConfig, asked: str | None, tenant: str) -> str:
-    """The quality of a request: the one it asked for, its tenant's, or the engine's."""
+    """The quality of a request: the one it asked for, its tenant's, or the engine's; exact where it has to forget."""
+    if config.forgets(tenant):
+        return "exact"
     return choose_quality(asked, config.find_tenant_quality(tenant), config.quality)
 
 

@@ -170,6 +170,7 @@ class SemblendBody(ClosedBody):
         json_schema_extra={"anyOf": [{"enum": [*QUALITY_MODES, "", None]}, {"type": "number", "minimum": 0}]},
     )
     reuse: bool | None = None
+    forget: bool | None = None
     keep: KeepBody | None = None
     passages: Annotated[list[str], Field(max_length=MAX_MARKED, fail_fast=True)] | None = None
     scores: Annotated[list[Score], Field(max_length=MAX_MARKED, fail_fast=True)] | None = None
@@ -186,7 +187,9 @@ class SemblendBody(ClosedBody):
 
     @property
     def own_quality(self) -> str | None:
-        """As `semblend.quality` spells it."""
+        """As `semblend.quality` spells it; exact where KV that was computed with other text in view has to stay out."""
+        if self.forget:
+            return "exact"
         return None if self.quality is None else str(self.quality)
 
 

@@ -1517,3 +1517,29 @@ def test_a_request_that_arrived_under_old_weights_reuses_nothing_of_them(world):
     world.half.note_report(Report(weights="bb"))
     assert world.half.count_matched(late, 0) == 0
     assert world.half._records["late"].prompt.namespace.revision.endswith("weights:bb")
+
+
+@pytest.mark.parametrize("asked", [{"forget": True}, {"forget": True, "quality": "fast"}])
+def test_a_request_that_forgets_takes_nothing_of_donors_and_becomes_one(world, asked):
+    world.donor()
+    forgets = target("forgets", kv_transfer_params={"semblend": asked})
+    claimed, orders = world.admit(forgets)
+    assert claimed == 0
+    assert [capture.donor_id for capture in orders.captures] == ["forgets"]
+    world.told(orders)
+    assert world.half.finish("forgets").mode == "exact"
+    assert world.admit(target("other"))[0] > 0
+
+
+def test_a_hint_that_says_forget_goes_before_the_requests_own_quality(world):
+    world.donor()
+    hints = SimpleNamespace(actions=[SimpleNamespace(action_type="semblend.reuse", payload={"forget": True})])
+    asked = target("asked", kv_transfer_params={"semblend": {"quality": "fast"}}, kv_hints=hints)
+    assert world.half.count_matched(asked, 0) == 0
+
+
+def test_tenants_of_a_server_that_forgets_reuse_nothing_whatever_they_ask():
+    world = World(forget="*")
+    world.donor()
+    asked = target("asked", kv_transfer_params={"semblend": {"quality": "fast"}})
+    assert world.half.count_matched(asked, 0) == 0

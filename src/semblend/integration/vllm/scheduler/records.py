@@ -251,12 +251,14 @@ def read_options(request: Any) -> RequestOptions:
     """What the request says about itself, and what an orchestrator says about it in ``kv_hints`` (from vLLM 0.32 on).
 
     The request says it in ``kv_transfer_params={"semblend": {"opt_out": true, "quality": 0.05}}``. Either of them may
-    opt out. In the mode the request's own word counts, then the last hint.
+    opt out, or have it ``forget``. In the mode the request's own word counts, then the last hint.
     """
     own = read_request_options((getattr(request, "kv_transfer_params", None) or {}).get("semblend"))
     hints = [read_request_options(payload) for payload in _iterate_hints(getattr(request, "kv_hints", None))]
-    quality = next((said.quality for said in (own, *reversed(hints)) if said.quality), None)
-    return RequestOptions(own.opt_out or any(hint.opt_out for hint in hints), quality)
+    said = (own, *reversed(hints))
+    quality = next((one.quality for one in said if one.quality), None)
+    opt_out, forget = any(one.opt_out for one in said), any(one.forget for one in said)
+    return RequestOptions(opt_out, "exact" if forget else quality, forget)
 
 
 def _iterate_hints(envelope: Any) -> Iterator[Any]:

@@ -7,6 +7,8 @@ down when their functions were called (`../http_look/trace`), which is summed up
 moment that the client sends a request and the moment that its first token comes. Then `ours` answers hits: the same
 stages, and what the GPU does in a load. OUT gets rows.json and the traces.
 
+results/h200.log: one H200, vLLM 0.26.0, 2026-11-18, commit 26579b3; the shape of Qwen2.5-1.5B, random weights: --settings
+'{"donor_device_bytes": 7500000000}' --budget-s 100 --flags "--dtype bfloat16 --gpu-memory-utilization 0.2 --load-format dummy"
 results/h200_eager.json: a first try without torch.compile and without the stages, too noisy to tell servers apart.
 """
 

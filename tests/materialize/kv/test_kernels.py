@@ -43,9 +43,26 @@ def test_importing_splice_does_not_import_triton():
     assert done.stdout.strip() == "False"
 
 
+QUESTION = {
+    "GROUP": 6, "KV_HEADS": 2, "HEAD_DIM": 128, "BLOCK_TOKENS": 16, "DIMS": 128, "WIDEN": False, "STEP": 8,
+}  # fmt: skip
+ROWS = {"GROUP": 6, "HEADS": 12, "HEAD_DIM": 128, "BLOCK_TOKENS": 16, "DIMS": 128, "WIDEN": False, "SPLIT": True}
+COMPILED = {
+    "the highest scores of a question": ("_peaks_kernel", QUESTION),
+    "the mass of a question": ("_mass_kernel", QUESTION),
+    "scattered rows": ("_attention_kernel", ROWS | {"GOES_ON": False}),
+    "rows that go on": ("_attention_kernel", ROWS | {"GOES_ON": True}),
+    "joining parts": ("_join_kernel", ROWS | {"GOES_ON": True, "SOME": 16}),
+}
+KINDS = dict.fromkeys(("q", "k", "v", "out", "before"), "*bf16") | dict.fromkeys(
+    ("sums", "found", "partial", "before_sums"), "*fp32"
+)
+KINDS |= {"context": "*i64", "starts": "*i64", "positions": "*i64", "firsts": "*i32", "scale": "fp32", "share": "fp32"}
+
+
 @pytest.mark.parametrize("architecture", [80, 90])
-@pytest.mark.parametrize("name", ["_peaks_kernel", "_mass_kernel"])
-def test_the_kernels_of_a_questions_mass_compile_for_a_gpu_that_is_not_there(name, architecture):
+@pytest.mark.parametrize("work", COMPILED)
+def test_the_kernels_of_attention_compile_for_a_gpu_that_is_not_there(work, architecture):
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("what is interpreted is not compiled")
     import triton
@@ -54,15 +71,10 @@ def test_the_kernels_of_a_questions_mass_compile_for_a_gpu_that_is_not_there(nam
 
     from semblend.materialize.kv import attention_kernels
 
-    kernel = getattr(attention_kernels, name)
-    tile = 128 if architecture == 90 else 64
-    shapes = {
-        "GROUP": 6, "KV_HEADS": 2, "HEAD_DIM": 128, "BLOCK_TOKENS": 16, "TILE": tile, "KEYS": tile, "DIMS": 128,
-        "WIDEN": False, "STEP": 8,
-    }  # fmt: skip
-    kinds = {"q": "*bf16", "k": "*bf16", "context": "*i64", "starts": "*i64", "sums": "*fp32", "found": "*fp32",
-             "scale": "fp32", "share": "fp32"}  # fmt: skip
-    signature = {at: "constexpr" if at in shapes else kinds.get(at, "i32") for at in kernel.arg_names}
+    name, shapes = COMPILED[work]
+    kernel, tile = getattr(attention_kernels, name), 128 if architecture == 90 else 64
+    shapes = {**shapes, "TILE": tile, "KEYS": tile}
+    signature = {at: "constexpr" if at in shapes else KINDS.get(at, "i32") for at in kernel.arg_names}
     fixed = {(number,): shapes[at] for number, at in enumerate(kernel.arg_names) if at in shapes}
     made = triton.compile(ASTSource(kernel, signature, fixed), target=GPUTarget("cuda", architecture, 32))
     assert made.asm["cubin"]

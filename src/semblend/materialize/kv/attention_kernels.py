@@ -235,10 +235,9 @@ def scattered_attention(
     if parts is None:
         parts = NEAR_PARTS if after is not None else parts_of(tiles * kv_heads, len(context), q.device)
     parts = bound_parts(parts, rows * heads * head_dim)
-    least = shape.keys if after is None else NEAR_PART_TOKENS
-    part_tokens = max(least, triton.cdiv(triton.cdiv(len(context), parts), shape.keys) * shape.keys)
-    part_tokens = part_tokens if after is None else least
-    split = parts > 1
+    split, part_tokens = parts > 1, NEAR_PART_TOKENS
+    if after is None:
+        part_tokens = triton.cdiv(triton.cdiv(len(context), parts), shape.keys) * shape.keys
     out = torch.empty((rows, heads, head_dim), dtype=q.dtype, device=q.device)
     partial = torch.empty((parts, rows, heads, head_dim) if split else (1,), dtype=torch.float32, device=q.device)
     sums = torch.empty((parts, rows, heads, 2) if split else (1,), dtype=torch.float32, device=q.device)

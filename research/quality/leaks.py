@@ -52,7 +52,7 @@ def main() -> None:
     count = int(sys.argv[3]) if len(sys.argv) > 3 else 6
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     reuse = TransformersReuse(model, config=SemBlendConfig(learn_costs=False, control_share=0.0, embedder="none"))
     rng, texts = random.Random(0), read_texts()
 

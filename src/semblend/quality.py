@@ -170,7 +170,7 @@ def read_request_options(given: object) -> RequestOptions:
     """Read a caller's options. Unknown fields are ignored; nothing in there may fail an answer.
 
     >>> read_request_options({"quality": 0.05, "colour": "red"})
-    RequestOptions(opt_out=False, quality='0.05')
+    RequestOptions(opt_out=False, quality='0.05', forget=False)
     >>> read_request_options({"quality": "exakt"}).quality, read_request_options({"opt_out": "yes"}).opt_out
     ('exact', True)
     >>> read_request_options({"quality": "fast", "forget": True})
@@ -180,8 +180,12 @@ def read_request_options(given: object) -> RequestOptions:
         return RequestOptions()
     if not isinstance(given, Mapping):
         return RequestOptions(quality="exact")
-    opt_out, forget = (given.get(name) not in (None, False) for name in ("opt_out", "forget"))
+    opt_out, forget = (_is_wished(given.get(name)) for name in ("opt_out", "forget"))
     return RequestOptions(opt_out, "exact" if forget else _read_quality(given.get("quality")), forget)
+
+
+def _is_wished(given: object) -> bool:
+    return given is not None and given is not False
 
 
 def _read_quality(asked: object) -> str | None:

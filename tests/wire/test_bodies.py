@@ -70,7 +70,7 @@ def test_an_unknown_field_is_ignored_but_not_one_of_ours(kind):
         with pytest.raises(ApiError, match="is unknown") as caught:
             parse(kind, semblend=ours)
         assert caught.value.param in ("semblend.qualty", "semblend.x0")
-        assert caught.value.hint == "known are quality, reuse, keep, passages, scores"
+        assert caught.value.hint == "known are quality, reuse, forget, keep, passages, scores"
 
 
 def test_stop_tokens_are_a_set():

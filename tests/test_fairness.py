@@ -139,3 +139,40 @@ def test_the_largest_is_found_after_any_changes(changes):
         rest = usage.find_largest(without=["acme"])
         assert rest is None or plain[rest] == max(plain[name] for name in TENANTS[1:])
     assert usage.to_dict() == {tenant: amount for tenant, amount in plain.items() if amount}
+
+
+def test_what_is_kept_leaves_after_the_others_of_its_tenant_for_so_long():
+    now = [0.0]
+    order = EvictionOrder[str](clock=lambda: now[0])
+    for item, tenant in (("a1", "acme"), ("a2", "acme"), ("a3", "acme"), ("b1", "bolt")):
+        order.add(item, tenant, 1)
+    order.keep("a1", 10.0)
+    assert list(order.order_leavers("acme", 1, capacity=8))[:3] == ["a2", "a3", "a1"]
+    now[0] = 11.0
+    order.touch("a2")
+    assert list(order.order_leavers("acme", 1, capacity=8))[:3] == ["a3", "a1", "a2"]
+    order.keep("gone", 10.0)
+    order.keep("a3", 10.0)
+    order.remove("a3")
+    assert list(order.order_leavers("acme", 1, capacity=8))[:2] == ["a1", "a2"]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 5), st.booleans()), min_size=1, max_size=20),
+    st.integers(4, 60),
+)
+def test_of_all_that_is_kept_only_half_of_a_share_leaves_late_and_everything_leaves_once(items, capacity):
+    order = EvictionOrder[int](clock=lambda: 0.0)
+    for item, (tenant, amount, _) in enumerate(items):
+        order.add(item, tenant, amount)
+    for item, (*_, kept) in enumerate(items):
+        if kept:
+            order.keep(item, 1.0)
+    share = capacity // order.usage.count_with("a")
+    for tenant in {tenant for tenant, *_ in items}:
+        leaving = [item for item, _ in order._order_items(tenant, share)]
+        assert sorted(leaving) == [item for item, (owner, *_) in enumerate(items) if owner == tenant]
+        late = order._list_kept(tenant, share // 2)
+        assert sum(items[item][1] for item in late) <= share // 2
+        assert leaving[len(leaving) - len(late) :] == list(late)
+        assert all(items[item][2] for item in late)

@@ -132,6 +132,32 @@ class SemBlend:
         ]
         return self._forget(chosen, "forgotten")
 
+    def supersede(
+        self,
+        donor_id: str,
+        may_go: Callable[[str], bool] = lambda donor_id: True,  # noqa: ARG005
+    ) -> tuple[Donor, ...]:
+        """Drop the donors that this one begins with, token for token, but those that are claimed or pinned.
+
+        For engines, whose newer donor holds all that the older ones do: a conversation is one donor, not one a turn.
+        """
+        donor, tokens = self._store.get(donor_id), self._store.copy_tokens(donor_id)
+        if donor is None or tokens is None:
+            return ()
+        older = self._store.find_beginnings(Prompt(tokens, namespace=donor.namespace))
+        gone = [one for one in older if one.donor_id != donor_id and not one.pinned and may_go(one.donor_id)]
+        if gone:
+            self._forget([one.donor_id for one in gone], "superseded")
+        return tuple(gone)
+
+    def find_beginning(self, prompt: Prompt) -> Donor | None:
+        """The longest donor that a prompt begins with, token for token."""
+        return next(iter(self._store.find_beginnings(prompt)), None)
+
+    def keep(self, donor_id: str, seconds: float) -> None:
+        """For so long a donor leaves after others of its tenant, which keeps half of its share in this way at most."""
+        self._store.keep(donor_id, seconds)
+
     def clear(self) -> int:
         """Drop every donor; returns how many."""
         return self._forget([donor.donor_id for donor in self._store.list_donors(expired=True)], "forgotten")

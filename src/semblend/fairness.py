@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator, Sequence
+from contextlib import closing
 from typing import Generic, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -27,6 +29,8 @@ MAX_REMEMBERED = 1000
 """Of so many tenants that do not wait now it is remembered what they were served."""
 IDLE_PART = 2
 """Tenants within their share give up to one part in so many of the capacity to a newcomer: what was used last stays."""
+KEPT_PART = 2
+"""What is kept for conversations takes one part in so many of its tenant's share."""
 
 
 class FairClock:
@@ -244,11 +248,17 @@ class EvictionOrder(Generic[K]):
     ['b1', 'a1', 'b2', 'b3']
     """
 
-    def __init__(self, policy: Prices | None = None, find_key: Callable[[K], int] = hash) -> None:
+    def __init__(
+        self,
+        policy: Prices | None = None,
+        find_key: Callable[[K], int] = hash,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.usage = TenantUsage()
         self._items: dict[str, OrderedDict[K, int]] = {}
         self._tenant_of: OrderedDict[K, str] = OrderedDict()  # of all tenants, the least recently used item first
-        self._policy, self._find_key = policy, find_key
+        self._policy, self._find_key, self._clock = policy, find_key, clock
+        self._kept: OrderedDict[K, float] = OrderedDict()  # until when, the last one that was kept at the end
         self._heaps: dict[str, list[tuple[float, int, K]]] = {}  # worth, rank, item; what is out of date is skipped
         self._ranks: dict[K, int] = {}
         self._next_rank = itertools.count()
@@ -274,6 +284,7 @@ class EvictionOrder(Generic[K]):
         if tenant is None:
             return
         items = self._items[tenant]
+        self._kept.pop(item, None)
         self.usage.add(tenant, -items.pop(item))
         self._ranks.pop(item, None)
         if not items:
@@ -288,6 +299,16 @@ class EvictionOrder(Generic[K]):
             self._items[tenant].move_to_end(item)
             self._rank(item)
 
+    def keep(self, item: K, seconds: float) -> None:
+        """For so long an item leaves after the others of its tenant; of several, half of a share's worth does.
+
+        What a conversation goes on from is wanted again, however long its next turn takes and whatever comes meanwhile.
+        """
+        if item in self._tenant_of:
+            self.touch(item)
+            self._kept[item] = self._clock() + seconds
+            self._kept.move_to_end(item)
+
     def count(self, tenant: str) -> int:
         """Items of a tenant."""
         return len(self._items.get(tenant, ()))
@@ -298,7 +319,7 @@ class EvictionOrder(Generic[K]):
 
     def clear(self) -> None:
         self.usage = TenantUsage()
-        for held in (self._items, self._tenant_of, self._heaps, self._ranks):
+        for held in (self._items, self._tenant_of, self._heaps, self._ranks, self._kept):
             held.clear()
 
     def order_leavers(
@@ -322,7 +343,7 @@ class EvictionOrder(Generic[K]):
         try:
             while (payer := self._find_payer(tenant, share, spent)) is not None:
                 if payer not in left:
-                    left[payer] = self._order_items(payer)
+                    left[payer] = self._order_items(payer, share)
                 item, freed = next(((one, size) for one, size in left[payer] if may_leave(one)), (None, 0))
                 if item is None:
                     spent.add(payer)
@@ -354,8 +375,24 @@ class EvictionOrder(Generic[K]):
                     return
                 yield item
 
-    def _order_items(self, tenant: str) -> Generator[tuple[K, int], None, None]:
-        """Yield a tenant's items with their amounts, in the order in which they leave."""
+    def _order_items(self, tenant: str, share: int) -> Generator[tuple[K, int], None, None]:
+        """Yield a tenant's items with their amounts, in the order in which they leave, those that are kept last."""
+        kept = self._list_kept(tenant, share // KEPT_PART) if self._kept else {}
+        with closing(self._order_by_worth(tenant)) as items:
+            yield from ((item, amount) for item, amount in items if item not in kept)
+        yield from kept.items()
+
+    def _list_kept(self, tenant: str, most: int) -> dict[K, int]:
+        """What is kept of a tenant now, with amounts; those that were kept last count first, up to ``most`` in sum."""
+        now, kept = self._clock(), dict[K, int]()
+        for item in reversed([one for one, until in self._kept.items() if until > now]):
+            if self._tenant_of[item] == tenant and (amount := self._items[tenant][item]) <= most:
+                kept[item] = amount
+                most -= amount
+        return dict(reversed(kept.items()))
+
+    def _order_by_worth(self, tenant: str) -> Generator[tuple[K, int], None, None]:
+        """Yield a tenant's items with their amounts, what is worth least first."""
         if self._policy is None:
             yield from self._items.get(tenant, {}).items()
             return

@@ -11,7 +11,7 @@ from semblend.confirm.outcome import Outcome
 from semblend.confirm.receipt import TEXT_LIMIT, JsonObject, Receipt
 from semblend.plan.reuse_plan import DeclineReason
 
-EVICTION_REASONS = ("capacity", "expired", "forgotten", "replaced", "engine")
+EVICTION_REASONS = ("capacity", "expired", "forgotten", "replaced", "superseded", "engine")
 
 # What the tables call a type -> its JSON Schema. A trailing "?" in a table means "or null".
 TYPES: dict[str, JsonObject] = {

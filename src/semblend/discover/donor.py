@@ -23,7 +23,9 @@ class Donor:
     pinned: bool = False
 
 
-EvictionReason = Literal["capacity", "expired", "forgotten", "replaced", "engine"]
+ANSWERED = "+answer"
+"""Behind a request's id: its prompt and its answer are one donor."""
+EvictionReason = Literal["capacity", "expired", "forgotten", "replaced", "superseded", "engine"]
 
 
 @dataclass(frozen=True, slots=True)

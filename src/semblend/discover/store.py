@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from semblend.discover.beginnings import Beginnings
 from semblend.discover.donor import Donor, Eviction, EvictionReason
 from semblend.discover.slots import (
     BYTES_PER_POSTING,
@@ -119,7 +120,8 @@ class DonorStore:
         policy = make_policy(eviction, WHOLE_STORE >> PART_BITS, chained=False, items=max_donors)
         self._policy = guard_policy(policy, on_policy_failure)  # knows donors by their generation
         # The same slots by tenant, with the part of the store each takes.
-        self._leavers = EvictionOrder(self._policy, self._find_key)
+        self._leavers = EvictionOrder(self._policy, self._find_key, clock)
+        self._beginnings = Beginnings()
         self._free_slots: list[int] = []
         self._postings_of: dict[int, int] = {}
         self._pins: dict[int, int] = {}
@@ -167,6 +169,17 @@ class DonorStore:
             if slot is None or (generation is not None and self.get_at(slot).generation != generation):
                 return None
             return self.log.view(slot).copy()
+
+    def find_beginnings(self, prompt: Prompt) -> tuple[Donor, ...]:
+        """Find the donors of its namespace that a prompt begins with, token for token, the longest first."""
+        with self.lock:
+            known, tokens = self._namespaces.get(prompt.namespace), prompt.token_ids
+            if known is None:
+                return ()
+            alike = ((slot, self.log.view(slot)) for slot in self._beginnings.find(known[0], tokens))
+            return tuple(
+                self._describe(slot) for slot, theirs in alike if np.array_equal(theirs, tokens[: len(theirs)])
+            )
 
     def find_candidates(self, fingerprint: Fingerprint, within: Namespace) -> Candidates:
         """Find the seeds of a fingerprint that donors of the namespace ``within`` hold.
@@ -259,6 +272,13 @@ class DonorStore:
                 self._leavers.touch(slot)
             if self._journal is not None and slots:
                 self._journal.touch([self.get_at(slot).generation for slot in slots], self._clock())
+
+    def keep(self, donor_id: str, seconds: float) -> None:
+        """For so long a donor leaves after the others of its tenant (see `EvictionOrder.keep`)."""
+        with self.lock:
+            if (slot := self._slot_of.get(donor_id)) is not None:
+                self._recency.move_to_end(slot)
+                self._leavers.keep(slot, seconds)
 
     def pin(self, donor_id: str, generation: int | None = None) -> bool:
         """Keep a donor from being evicted for room; pins are counted. False if it is gone or replaced."""
@@ -370,6 +390,7 @@ class DonorStore:
         self._postings_of[slot] = self.index.add(
             slot, fingerprint.positions, fingerprint.hashes, compute_namespace_key(known[0])
         )
+        self._beginnings.add(slot, known[0], tokens)
         self._donors[slot] = donor
         self._slot_of[donor.donor_id] = slot
         self._recency[slot] = None
@@ -393,6 +414,7 @@ class DonorStore:
         donor = self.get_at(slot)
         self.index.remove(slot)
         self.log.remove(slot)
+        self._beginnings.remove(slot)
         known = self._namespaces[donor.namespace]
         known[1] -= 1
         if known[1] == 0:

@@ -42,13 +42,15 @@ from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.prompt import Prompt
 from semblend.reporting import report_policy_failure
 from semblend.session.session import LoadResult, ReuseSession, SessionRequest, State
-from semblend.session.sessions import EngineTraits, Sessions
+from semblend.session.sessions import ACTIVE_S, EngineTraits, Sessions
 from semblend.session.settings import LocalSettings
 
 # -- The donors of an engine: their KV in memory of our own, and what the library knows of them.
 
 
 log = logging.getLogger("semblend.session")
+Key = tuple[str, int]
+"""A donor and the generation of its KV."""
 
 
 class KeptDonors:
@@ -69,6 +71,7 @@ class KeptDonors:
         self._adopted: dict[tuple[str, bytes], str] = {}
         self._made, self.epoch = 0, 0
         self.on_kept: Callable[[str, Prompt], None] | None = None  # told of every new donor
+        self.on_superseded: Callable[[Key, Key], None] | None = None  # told of a donor that is gone, and of its heir
         for donor in semblend.donors():  # a store file brings back donors, not their KV
             semblend.forget(donor.donor_id, reason="engine")
         semblend.on_evicted(self._note_evicted)
@@ -86,6 +89,7 @@ class KeptDonors:
                 handle.arrives.wait()
             self.generations[donor_id] = self._made
             self._semblend.register(prompt, donor_id)
+            self._supersede(donor_id)
         except CapacityError as error:
             self.generations.pop(donor_id, None)
             log.debug("SemBlend keeps no donor of %d tokens: %s", len(prompt), error)
@@ -110,6 +114,19 @@ class KeptDonors:
         """The plan with the generations of our KV, where the library has its own; -1 for a donor that is gone."""
         spans = tuple(replace(span, generation=self.generations.get(span.donor_id, -1)) for span in plan.spans)
         return replace(plan, spans=spans)
+
+    def note_continued(self, session: ReuseSession) -> None:
+        donor = self._semblend.find_beginning(session.prompt)
+        if donor is not None and donor.donor_id in self.generations:
+            self._semblend.keep(donor.donor_id, ACTIVE_S)
+            self.kv.keep(donor.donor_id, self.generations[donor.donor_id], ACTIVE_S)
+
+    def _supersede(self, donor_id: str) -> None:
+        """Earlier turns of a conversation are in its newest donor."""
+        before, own = dict(self.generations), (donor_id, self.generations[donor_id])
+        for older in self._semblend.supersede(donor_id):
+            if self.on_superseded is not None:
+                self.on_superseded((older.donor_id, before.get(older.donor_id, -1)), own)
 
     def look_around(self) -> None:
         """Nobody publishes to these engines."""
@@ -196,6 +213,7 @@ class LocalSessions:
             outcomes=OutcomeMemory(quality.thresholds),
         )
         self._blenders: dict[str, Blender] = {}
+        self.donors.on_superseded = self._note_superseded
         self._book: dict[str, ReuseSession] = {}
         self._loads: dict[str, Load] = {}
         self._loading: ReuseSession | None = None  # one load waits at most
@@ -390,6 +408,10 @@ class LocalSessions:
             quality = replace(self._quality, question_tokens=1) if mode == "fast" else self._quality
             self._blenders[mode] = Blender(self._model, self.donors.kv, quality)
         return self._blenders[mode]
+
+    def _note_superseded(self, donor: Key, heir: Key) -> None:
+        for blender in self._blenders.values():
+            blender.note_heir(donor, heir)
 
     def _finish_load(self, session: ReuseSession, result: LoadResult) -> None:
         """What is behind the claim is the engine's to compute; without KV to use, all of it is."""

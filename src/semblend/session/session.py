@@ -47,7 +47,7 @@ NEXT: Mapping[State, frozenset[State]] = MappingProxyType(
         State.FILLED: frozenset({State.ANSWERED, State.COLD, State.WAITING, State.ENDED}),
         State.COLD: frozenset({State.ANSWERED, State.WAITING, State.ENDED}),
         State.ANSWERED: frozenset({State.KEPT, State.WAITING, State.ENDED}),
-        State.KEPT: frozenset({State.WAITING, State.ENDED}),
+        State.KEPT: frozenset({State.KEPT, State.WAITING, State.ENDED}),
         State.ENDED: frozenset(),
     }
 )

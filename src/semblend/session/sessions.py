@@ -46,6 +46,12 @@ NEW_PART = 16
 """A prompt becomes a donor where at least one in so many tokens is no donor's yet: a hundred users of one document are
 one donor, and a conversation becomes one again when it has grown by so much."""
 
+MIN_ANSWER = 64
+"""Tokens of an answer for which prompt and answer are copied together."""
+
+ACTIVE_S = 600.0
+"""For so long after a turn a conversation's donor leaves after others: tools and people take their time."""
+
 MAX_CHOICES = 12
 """Of a plan with more spans, only so many ways to cut it short are compared."""
 
@@ -83,6 +89,9 @@ class HeldDonors(Protocol):
     def list_missing(self, plan: ReusePlan) -> list[str]:
         """Donors of a plan whose KV is not there."""
         ...
+
+    def note_continued(self, session: ReuseSession) -> None:
+        """A request goes on from tokens that the engine holds: the donor of its turns so far is wanted again."""
 
 
 class Sessions:
@@ -355,6 +364,17 @@ class Sessions:
                 exact = min(exact, session.plan.spans[0].target_start)  # the computed head of a span is in its donor
         return exact if exact - max(session.exact_tokens, session.kept_tokens) >= least else 0
 
+    def count_answered_tokens(self, session: ReuseSession, tokens: int) -> int:
+        """As `count_donor_tokens`, of a request that has ended and of which the engine holds ``tokens``.
+
+        All of it is copied again, so its answer has to be worth that; the prompt may be a donor already.
+        """
+        if not session.has_answered or session.exact_until is not None or tokens - len(session.prompt) < MIN_ANSWER:
+            return 0
+        kept = self.count_donor_tokens(session, tokens)
+        news = kept - max(session.exact_tokens, session.kept_tokens)
+        return kept if news * NEW_PART >= kept else 0
+
     def confirm(
         self,
         session: ReuseSession,
@@ -397,6 +417,8 @@ class Sessions:
         if service_ms is not None and not session.restarted:
             self._learn(session, service_ms)
         self.record(session.receipt)
+        if session.exact_tokens >= self.traits.donor_min_new_tokens and not self.opts_out(session):
+            self.donors.note_continued(session)
         return session.receipt
 
     def _learn(self, session: ReuseSession, ms: float) -> None:

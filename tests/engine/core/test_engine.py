@@ -36,6 +36,9 @@ from semblend.wire.sampling import Sampling
 VOCAB = 96
 
 
+FIVE = Sampling(max_tokens=5)
+
+
 def make_model(architecture: str = "llama", seed: int = 0) -> DecoderModel:
     config = {
         "model_type": architecture,
@@ -465,7 +468,7 @@ def shifted(seed: int = 11) -> tuple[list[int], list[int]]:
 def test_a_shifted_document_is_reused_and_the_receipt_says_so(model, sink, quality):
     engine = make_reusing(model, sink, quality=quality)
     first, second = shifted()
-    donor = engine.generate([Request("donor", Prompt(first))])[0]
+    donor = engine.generate([Request("donor", Prompt(first), FIVE)])[0]
     assert donor.receipt.outcome is Outcome.COLD_FALLBACK
     receipt = engine.generate([Request("target", Prompt(second))])[0].receipt
     assert receipt.mode == quality
@@ -486,7 +489,7 @@ def moved(number: int) -> Prompt:
 
 def test_scheduling_looks_for_no_donor_and_computes_nothing(model, sink, monkeypatch):
     engine = make_reusing(model, sink, quality="fast")
-    engine.generate([Request("donor", Prompt(shifted()[0]))])
+    engine.generate([Request("donor", Prompt(shifted()[0]), FIVE)])
     for owner, name in (
         (engine.reuse.semblend, "lookup"),
         (engine.reuse._blender, "prepare_in_pieces"),
@@ -503,7 +506,7 @@ def test_scheduling_looks_for_no_donor_and_computes_nothing(model, sink, monkeyp
 
 def test_one_prompt_a_step_is_filled_and_those_behind_it_are_filled_next(model, sink):
     engine = make_reusing(model, sink, quality="fast", step_work_ms=1e9)
-    engine.generate([Request("donor", Prompt(shifted()[0]))])
+    engine.generate([Request("donor", Prompt(shifted()[0]), FIVE)])
     streams = [engine.submit(Request(f"target{n}", moved(50 + n), Sampling(max_tokens=2))) for n in range(3)]
     first_heard = [{chunk.request_id for chunk in engine.step() if chunk.receipt} for _ in range(3)]
     assert first_heard == [{"target0"}, {"target1"}, {"target2"}]
@@ -523,7 +526,7 @@ def test_a_declined_prompt_is_computed_in_the_step_that_looked_for_donors(model,
 
 def test_a_prompt_that_is_preempted_before_its_turn_is_filled_when_it_comes_back(model, sink):
     engine = make_reusing(model, sink, quality="fast")
-    engine.generate([Request("donor", Prompt(shifted()[0]))])
+    engine.generate([Request("donor", Prompt(shifted()[0]), FIVE)])
     streams = [engine.submit(Request(f"target{n}", moved(50 + n), Sampling(max_tokens=2))) for n in range(2)]
     engine.step()
     waits = engine.scheduler.running[-1]
@@ -539,7 +542,7 @@ def test_a_prompt_that_is_preempted_before_its_turn_is_filled_when_it_comes_back
 def test_approximate_kv_never_enters_the_exact_cache_and_becomes_no_donor(model, sink):
     engine = make_reusing(model, sink, quality="fast")
     first, second = shifted()
-    engine.generate([Request("donor", Prompt(first))])
+    engine.generate([Request("donor", Prompt(first), FIVE)])
     blocks = len(engine.radix)
     engine.generate([Request("target", Prompt(second), Sampling(max_tokens=40))])
     assert len(engine.radix) == blocks + 2  # its first donor token is the eighth, and 32 from there on were computed
@@ -552,7 +555,7 @@ def test_approximate_kv_never_enters_the_exact_cache_and_becomes_no_donor(model,
 def test_a_mode_or_a_wish_of_the_request_keeps_donors_away(model, sink):
     engine = make_reusing(model, sink, quality="fast")
     first, second = shifted()
-    engine.generate([Request("donor", Prompt(first))])
+    engine.generate([Request("donor", Prompt(first), FIVE)])
     exact = engine.generate([Request("exact", Prompt(second), quality="exact", cache_salt="1")])[0].receipt
     assert (exact.outcome, exact.mode, exact.lookup_ms) == (Outcome.COLD_FALLBACK, "exact", None)
     declined = engine.generate([Request("private", Prompt(second), opt_out=True)])[0].receipt
@@ -595,7 +598,7 @@ class BadBlender:
 def test_a_failing_blender_costs_time_and_never_an_answer(model, sink, answer, reason):
     engine = make_reusing(model, sink, quality="fast")
     first, second = shifted()
-    engine.generate([Request("donor", Prompt(first))])
+    engine.generate([Request("donor", Prompt(first), FIVE)])
     engine.reuse._blender = BadBlender(engine, answer)
     found = engine.generate([Request("target", Prompt(second), Sampling(max_tokens=10))])[0]
     assert found.tokens == alone(model, [second], Sampling(max_tokens=10))[0]
@@ -612,7 +615,7 @@ def test_a_failing_blender_costs_time_and_never_an_answer(model, sink, answer, r
 def test_a_donor_whose_kv_is_gone_is_declined_and_forgotten(model, sink):
     engine = make_reusing(model, sink, quality="fast")
     first, second = shifted()
-    engine.generate([Request("donor", Prompt(first))])
+    engine.generate([Request("donor", Prompt(first), FIVE)])
     engine.reuse._blender.donor_kv.drop("donor")
     found = engine.generate([Request("target", Prompt(second), Sampling(max_tokens=5))])[0]
     assert found.receipt.reason is DeclineReason.STALE
@@ -623,7 +626,7 @@ def test_a_donor_whose_kv_is_gone_is_declined_and_forgotten(model, sink):
 def test_blocks_before_the_first_donor_token_are_exact_and_cached(model, sink):
     engine = make_reusing(model, sink, quality="fast")
     first, second = shifted()
-    engine.generate([Request("donor", Prompt(first))])
+    engine.generate([Request("donor", Prompt(first), FIVE)])
     blocks = len(engine.radix)
     longer = [*prompts(1, seed=12)[0][:3], *([5, 6] * 20), *second]
     reused = engine.generate([Request("target", Prompt(longer))])[0].receipt
@@ -637,7 +640,7 @@ def test_blocks_before_the_first_donor_token_are_exact_and_cached(model, sink):
 def test_a_request_that_fails_after_its_claim_gives_it_up(model, sink, monkeypatch):
     engine = make_reusing(model, sink, quality="fast")
     first, second = shifted()
-    engine.generate([Request("donor", Prompt(first))])
+    engine.generate([Request("donor", Prompt(first), FIVE)])
     monkeypatch.setattr(engine.reuse, "read_first_logits", lambda sequence: 1 / 0)
     assert engine.generate([Request("target", Prompt(second))])[0].finish_reason is FinishReason.ERROR
     assert engine.reuse.semblend._claims == {}
@@ -657,14 +660,14 @@ def test_a_capture_that_fails_leaves_no_donor_to_be_found(model, sink):
     engine = make_reusing(model, sink, quality="fast")
 
     class Full:
-        def capture(self, *args):
+        def capture(self, *args, **named):
             raise MemoryError("host memory")
 
         def holds(self, donor_id, generation):
             return False
 
     engine.reuse._blender.donor_kv = Full()
-    assert engine.generate([Prompt(shifted()[0])])[0].finish_reason is FinishReason.LENGTH
+    assert engine.generate([Prompt(shifted()[0])], FIVE)[0].finish_reason is FinishReason.LENGTH
     assert engine.reuse.semblend.donors() == ()
     assert [event.fields["where"] for event in sink.events if event.kind == "error"] == ["capture"]
 

@@ -391,3 +391,121 @@ def test_a_block_of_an_answer_under_an_exact_hash_is_taken_out_of_the_cache(worl
     world.half.locks.keep_private([record])
     assert at in pool.evicted
     assert [event.fields["where"] for event in world.errors()] == ["withdraw"]
+
+
+# -- A conversation that nobody has edited: its turns are exact, and one donor --------------------------------------
+
+
+def answer(world, name, tokens, local=0, said=200, **rest):
+    """A request that vLLM computes behind ``local`` exact tokens and answers; it ends, and its blocks go."""
+    request = FakeRequest(name, tokens, **rest)
+    claimed, orders = world.admit(request, local)
+    assert not claimed
+    world.told(orders)
+    request.say(said)
+    blocks = range(world.blocks, world.blocks + -(-request.num_tokens // BLOCK))
+    world.half.finish(name, list(blocks))
+    return request, world.step()
+
+
+def keep(world, orders):
+    """The worker has copied what was ordered."""
+    captures = [*orders.captures, *orders.ended]
+    world.half.note_report(Report(captured={(one.donor_id, one.generation) for one in captures}))
+    return world.step()
+
+
+def donor_ids(world):
+    return [donor.donor_id for donor in world.half.semblend.donors()]
+
+
+FRESH = [*range(40), *DOCUMENT]
+
+
+def test_a_prompt_and_its_answer_become_one_donor_in_the_place_of_the_prompt():
+    world = World()
+    _, orders = answer(world, "one", FRESH)
+    (order,) = orders.ended
+    assert (order.donor_id, order.tokens) == ("one+answer", len(FRESH) + 199), "the last token was said, not computed"
+    assert len(order.block_ids) == -(-order.tokens // BLOCK)
+    assert donor_ids(world) == ["one"]
+    orders = keep(world, orders)
+    assert donor_ids(world) == ["one+answer"]
+    assert orders.drops == [("one", 1)]
+    assert orders.heirs == [(("one", 1), ("one+answer", 2))]
+    edited = FakeRequest("edited", [7, 7, 7, *DOCUMENT[100:], *range(5000, 5190), 8, 9])
+    assert world.half.count_matched(edited, 0) > 280, "what was answered is found too"
+
+
+@pytest.mark.parametrize(("said", "kept"), [(40, False), (64, False), (65, True)])
+def test_an_answer_is_kept_where_it_is_worth_the_copy(said, kept):
+    _, orders = answer(World(), "one", FRESH, said=said)
+    assert bool(orders.ended) == kept
+
+
+def test_an_answer_of_a_request_that_opted_out_or_was_aborted_in_its_prompt_is_not_kept():
+    world = World()
+    _, orders = answer(world, "one", FRESH, kv_transfer_params={"semblend": {"opt_out": True}})
+    assert (orders.captures, orders.ended) == ([], [])
+    begun = FakeRequest("begun", [*range(60), *DOCUMENT])
+    world.admit(begun, tokens=32)
+    world.half.finish("begun", [1, 2])
+    assert world.step().ended == []
+
+
+def test_an_answer_over_reused_kv_is_no_donor(world):
+    serve(world, said=200)
+    world.half.finish("one", list(range(40)))
+    assert world.step().ended == []
+
+
+def test_a_conversation_is_one_donor_however_many_turns_it_has():
+    world, tokens = World(), FRESH
+    for turn in range(5):
+        local = 0 if not turn else len(tokens) // BLOCK * BLOCK
+        request, orders = answer(world, f"turn-{turn}", tokens, local)
+        keep(world, keep(world, orders))
+        tokens = [*request.all_token_ids, *range(7000 + 100 * turn, 7100 + 100 * turn)]
+    assert donor_ids(world) == ["turn-4+answer"]
+    assert len(world.half.donors._prefixes._marks) == 1
+
+
+def test_a_donor_that_is_claimed_is_not_superseded():
+    world = World()
+    request = FakeRequest("one", FRESH)
+    _, orders = world.admit(request)
+    world.told(orders)
+    claimed, loading = world.admit(target())
+    assert claimed
+    request.say(200)
+    world.half.finish("one", list(range(40)))
+    orders = world.step()
+    keep(world, orders)
+    assert donor_ids(world) == ["one", "one+answer"]
+    world.served(loading)
+    assert world.half.finish("target").reused_tokens == len(DOCUMENT)
+
+
+def test_what_was_made_from_an_earlier_turn_goes_when_somebody_forgets_the_conversation(world):
+    serve(world)
+    whole = FakeRequest("longer", [*range(40), *DOCUMENT, *range(9000, 9100)])
+    _, orders = world.admit(whole, 240 // BLOCK * BLOCK)
+    keep(world, orders)
+    assert donor_ids(world) == ["longer"]
+    assert len(world.half.shares) == 1
+    world.half.semblend.forget("longer")
+    world.step()
+    assert len(world.half.shares) == 0
+
+
+def test_the_donor_of_a_conversation_that_goes_on_is_told_to_the_workers():
+    world = World()
+    request, orders = answer(world, "one", FRESH)
+    keep(world, orders)
+    other = FakeRequest("other", [*range(300, 340), *DOCUMENT, *range(5)])
+    _, orders = world.admit(other)
+    world.told(orders)
+    world.half.finish("other")
+    _, orders = answer(world, "two", [*request.all_token_ids, 1, 2, 3], local=432, said=1)
+    assert world.half.semblend.donors()[-1].donor_id == "one+answer", "the last to leave"
+    assert orders.continued == [("one+answer", 2)]

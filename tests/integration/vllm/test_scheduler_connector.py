@@ -61,6 +61,18 @@ class FakeRequest:
         self.said += range(5000, 5000 + count)
         self.update_block_hashes()
 
+    @property
+    def all_token_ids(self):
+        return self.prompt_token_ids + self.said
+
+    @property
+    def num_tokens(self):
+        return len(self.all_token_ids)
+
+    @property
+    def num_computed_tokens(self):
+        return self.num_tokens  # as where a step is scheduled ahead: the last token's KV is not there yet
+
 
 class World:
     """A scheduler's half and the calls that vLLM makes to it."""

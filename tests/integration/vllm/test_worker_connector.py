@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import pathlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -129,6 +130,18 @@ def test_a_capture_whose_blocks_may_have_been_written_is_none(worker):
     worker.half.before_step(Orders())
     report = worker.half.take_report()
     assert (report.captured, report.not_captured) == (set(), {("late", 1)})
+
+
+def test_an_answer_is_copied_before_its_blocks_are_given_away_where_nobody_waits_for_that(worker):
+    tokens, order = [1, 2, 3, *DOCUMENT], Capture("d+answer", 2, 83, tuple(range(6)))
+    computed = worker.engine.cold(tokens, range(20))
+    worker.half.before_step(Orders(work_ms=40.0, ended=[order]))
+    assert worker.half.take_report().not_captured == {("d+answer", 2)}, "others decode: no step waits for the host"
+    worker.half.before_step(Orders(ended=[order]))
+    worker.engine.cold([9] * len(tokens), range(20))
+    assert worker.half.take_report().captured == {("d+answer", 2)}
+    held = worker.half.donor_kv.acquire("d+answer", 2)
+    assert torch.equal(held.k, torch.stack([k for k, _ in computed]))
 
 
 def test_moved_kv_is_exact_where_context_does_not_matter(worker):
@@ -657,6 +670,9 @@ class Busy(Worker):
             freed=["freed"],
             pins=[("pinned", 1, False)],
             publications=[Publication("pinned", 1, "key", "digest")],
+            heirs=[(("forgotten", 1), ("pinned", 1))],
+            continued=[("pinned", 1)],
+            ended=[Capture("ended", 1, 83, tuple(range(6)))],
         )
         self.half.before_step(orders)
         self.half.load(orders)
@@ -719,7 +735,8 @@ def test_a_piece_that_fails_costs_reuse_and_never_a_step(piece, monkeypatch):
     assert report.served == ["new"]
     assert ("new", 1) in report.captured | report.not_captured
     assert not report.captured & report.not_captured
-    assert not any((orders.loads, orders.cancels, orders.captures, orders.served, orders.freed))
+    assert ("ended", 1) in report.captured | report.not_captured
+    assert not any((orders.loads, orders.cancels, orders.captures, orders.served, orders.freed, orders.ended))
     assert sum(worker.half.failures.counts.values()) >= 1 or loaded.failed or piece == "naming the weights"
 
     if piece == "looking at the weights":  # who cannot look has to take them for others: the donors are gone
@@ -806,13 +823,14 @@ def test_without_a_worker_connector_a_load_is_refused_and_a_capture_is_none():
     half = RefusingConnector(BLOCK)
     span = Span("d", 3, 17, len(DOCUMENT), generation=1)
     load = Load("r", tuple(TARGET), tuple(range(20, 40)), 16, len(TARGET), (span,), "fast")
-    orders = Orders(loads=[load], captures=[Capture("new", 1, 83, tuple(range(6)))], served=["new"])
+    order = Capture("new", 1, 83, tuple(range(6)))
+    orders = Orders(loads=[load], captures=[order], ended=[replace(order, generation=2)], served=["new"])
     half.before_step(orders)
     half.load(orders)
     half.capture(orders)
     report = half.take_report()
     assert (report.loaded["r"].reason, report.loaded["r"].failed) == ("error", True)
-    assert (report.not_captured, report.captured, report.served) == ({("new", 1)}, set(), ["new"])
+    assert (report.not_captured, report.captured, report.served) == ({("new", 1), ("new", 2)}, set(), ["new"])
     assert half.take_finished() == {"r"}
     assert half.take_invalid_blocks() == set(range(21, 27))
     assert half.take_report() is None

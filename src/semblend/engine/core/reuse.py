@@ -18,6 +18,7 @@ from torch import Tensor
 from semblend._version import __version__
 from semblend.config import SemBlendConfig
 from semblend.confirm.receipt import Receipt
+from semblend.discover.donor import ANSWERED, Donor
 from semblend.engine.core.config import PATIENCE, EngineConfig
 from semblend.engine.core.directory_donors import DirectoryDonors
 from semblend.engine.core.sequence import Sequence
@@ -25,7 +26,7 @@ from semblend.engine.model.paged_kv import KvPool
 from semblend.facade import SemBlend
 from semblend.materialize.blend.blender import Blender
 from semblend.materialize.blend.quality import Blended, Pace, Rejected, Spliced
-from semblend.materialize.donors.directory import SharedDonors
+from semblend.materialize.donors.directory import SharedDonors, is_key
 from semblend.materialize.donors.directory_kv import DirectoryKv, Publisher
 from semblend.materialize.donors.tiers import DonorKv
 from semblend.materialize.gate.gate import OutcomeMemory
@@ -34,7 +35,7 @@ from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.prompt import Namespace, Prompt
 from semblend.session.local import describe_outcome
 from semblend.session.session import LoadResult, ReuseSession, SessionRequest
-from semblend.session.sessions import EngineTraits, Sessions
+from semblend.session.sessions import ACTIVE_S, EngineTraits, Sessions
 from semblend.wire.request import Request
 
 ENGINE_NAME = "semblend"
@@ -156,15 +157,21 @@ class Reuse:
 
         A prompt that was preempted and computed again may be exact further than before; it takes its donor's place.
         """
-        donors, session = self.donor_kv, sequence.session
-        tokens = self.sessions.count_donor_tokens(session)
+        self._keep(sequence, self.sessions.count_donor_tokens(sequence.session), sequence.request_id)
+
+    def capture_answered(self, sequence: Sequence) -> None:
+        """It has ended: where its answer is exact, prompt and answer become one donor, under a name of its own."""
+        tokens = self.sessions.count_answered_tokens(sequence.session, sequence.computed)
+        self._keep(sequence, tokens, f"{sequence.request_id}{ANSWERED}")
+
+    def _keep(self, sequence: Sequence, tokens: int, donor_id: str) -> None:
+        donors, session, prompt = self.donor_kv, sequence.session, sequence.prompt
         if donors is None or not tokens:
             return
-        donor_id, prompt = sequence.request_id, sequence.prompt
         if self.directory is not None and not self.directory.may_keep(donor_id):
             return
-        if tokens < sequence.prompt_tokens:
-            prompt = Prompt(prompt.token_ids[:tokens], namespace=prompt.namespace)
+        if tokens != sequence.prompt_tokens:
+            prompt = Prompt(sequence.tokens[:tokens], namespace=prompt.namespace)
         try:
             donor = self.semblend.register(prompt, donor_id)
             try:
@@ -174,6 +181,7 @@ class Reuse:
                 self.semblend.forget(donor_id, reason="engine")  # a donor without KV must not be found
                 raise
             session.keep(tokens)
+            self._supersede(donor)
             if self.directory is not None:
                 self.directory.publish(donor_id, donor.generation, prompt)
             for tier, used in donors.used_bytes.items():
@@ -231,7 +239,19 @@ class Reuse:
         held = dict.fromkeys((span.donor_id, span.generation) for span in named.spans)
         return [] if donors is None else [donor_id for donor_id, made in held if not donors.holds(donor_id, made)]
 
+    def note_continued(self, session: ReuseSession) -> None:
+        donor, donors = self.semblend.find_beginning(session.prompt), self.donor_kv
+        if donor is not None and donors is not None:
+            self.semblend.keep(donor.donor_id, ACTIVE_S)
+            donors.keep(donor.donor_id, donor.generation, ACTIVE_S)
+
     # -- parts -------------------------------------------------------------------------------------------------------
+
+    def _supersede(self, donor: Donor) -> None:
+        """Earlier turns of a conversation are in its newest donor; the directory's go when their writers say so."""
+        for older in self.semblend.supersede(donor.donor_id, lambda name: not is_key(name)):
+            if self._blender is not None:
+                self._blender.note_heir((older.donor_id, older.generation), (donor.donor_id, donor.generation))
 
     def _splice(self, sequence: Sequence, spliced: Spliced | Decline) -> bool:
         """Donor KV is in place, the rest is left to the scheduler: strict_prefix_boundary is off."""

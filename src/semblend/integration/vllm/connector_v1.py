@@ -264,10 +264,9 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
             self._safely("directory", ours.donors.take_in_all, None)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        del block_ids
         ours, name = self._ours, request.request_id
         try:
-            receipt = ours.finish(name) if ours.facts.refusal is None else ours.finish_refused(request)
+            receipt = ours.finish(name, block_ids) if ours.facts.refusal is None else ours.finish_refused(request)
         except Exception as error:
             log.warning("SemBlend: a receipt failed for %s", name, exc_info=True)
             ours.report_failure("receipt", f"{type(error).__name__}: {error}", name)

@@ -64,7 +64,9 @@ class Orders:
     runs. ``cancels``: requests that ended while their load is under way. ``served``: requests whose prompt is complete
     with this step; they come back in the report. ``freed``: requests whose KV was to be copied and whose blocks belong
     to others from this step on. ``pins``: donors whose KV is to be held, or no longer, whatever else wants the room.
-    ``publications``: donors captured before that go to the donor directory.
+    ``publications``: donors captured before that go to the donor directory. ``heirs``: dropped donors, each with the
+    one that holds all of its tokens. ``continued``: donors from which a conversation goes on. ``ended``: as
+    ``captures``, of requests whose blocks belong to others from this step on.
     """
 
     loads: list[Load] = field(default_factory=list)
@@ -76,6 +78,9 @@ class Orders:
     freed: list[str] = field(default_factory=list)
     pins: list[tuple[str, int, bool]] = field(default_factory=list)
     publications: list[Publication] = field(default_factory=list)
+    heirs: list[tuple[tuple[str, int], tuple[str, int]]] = field(default_factory=list)
+    continued: list[tuple[str, int]] = field(default_factory=list)
+    ended: list[Capture] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -101,6 +101,10 @@ class Blender:
             self._ranks.raise_if_several(error)
             return _decline_failure(error)
 
+    def note_heir(self, donor: tuple[str, int], heir: tuple[str, int]) -> None:
+        """A donor is gone, and another begins with all of its tokens: what was learned of them goes on counting."""
+        self._repair.attended.inherit(donor, heir)
+
     def place(self, target: Target, plan: ReusePlan) -> Spliced | Decline:
         """Moves donor KV into place and checks it, computing nothing: for an engine that computes the gaps itself."""
         try:
@@ -380,13 +384,23 @@ class AttendedTokens:
         while self._tokens > self._most_tokens:
             self._tokens -= len(self._donors.popitem(last=False)[1])
 
+    def inherit(self, donor: tuple[str, int], heir: tuple[str, int]) -> None:
+        """A donor is gone, and another begins with all of its tokens."""
+        known = self._donors.pop(donor, None)
+        if known is None:
+            return
+        if heir in self._donors:
+            self._tokens -= len(known)
+        else:
+            self._donors[heir] = known
+
 
 class Repair:
     """Repairs prompts by the passes of a `PassRunner`."""
 
     def __init__(self, passes: PassRunner) -> None:
         self._passes, self._settings, self._ranks = passes, passes.settings, passes.ranks
-        self._attended = AttendedTokens()
+        self.attended = AttendedTokens()
 
     def begin(self, state: BlendState) -> Pieces[None]:
         """The first pass, over donor KV that was just moved into place: the first step, or a look.
@@ -417,7 +431,7 @@ class Repair:
             state.canary = self._passes.check_donor_kv(state)  # before layer 0 is written
             deviation = yield from self._measure_deviation(state, squared=rule == "cacheblend", is_first=True)
             return SELECTIONS[rule](Scores(left, np.ones(len(left)), deviation[left], 0, count / len(left)))
-        known = self._attended.recall(state.spans, len(state.tokens))
+        known = self.attended.recall(state.spans, len(state.tokens))
         return left[:0] if known is None else select_largest(left, known[left], count)
 
     def go_on(self, state: BlendState) -> Pieces[str]:
@@ -507,7 +521,7 @@ class Repair:
     def _note_attention(self, state: BlendState, watch: AttentionMass) -> None:
         """What the question attends to by the last pass, for this prompt and for later ones with the same donors."""
         state.mass = self._ranks.read(watch.mass)
-        self._attended.note(state.spans, state.mass)
+        self.attended.note(state.spans, state.mass)
 
     def _choose_tokens(self, state: BlendState, step: Step) -> Pieces[Positions]:
         """The next tokens to repair, so that steps have chosen ``percent`` of the reused in all."""

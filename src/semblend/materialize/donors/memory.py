@@ -7,6 +7,7 @@ leaves the device is packed on its way (`semblend.materialize.kv.moves`).
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from bisect import insort
 from collections import deque
@@ -44,6 +45,7 @@ class Entry:
     rising: bool = False  # read from the disk, by a thread that counts as a holder
     unwritable: bool = False  # the disk did not take it
     told: bool = False  # its end was reported
+    kept_until: float = -math.inf  # by the monotonic clock: a conversation goes on from it
 
     @property
     def key(self) -> int:

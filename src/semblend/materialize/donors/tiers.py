@@ -203,9 +203,17 @@ class DonorTiers:
                 return entry if fits and entry.nbytes <= self.budget["disk"] else None
         return None
 
+    def keep(self, entry: Entry, until: float) -> None:
+        """Until then, on the monotonic clock, it leaves each tier after the others of its tenant."""
+        entry.kept_until = until
+        for order in self.order.values():
+            order.keep(id(entry), until - time.monotonic())
+
     def _book(self, entry: Entry, tier: str) -> None:
         self.tiers[tier][id(entry)] = entry
         self.order[tier].add(id(entry), entry.tenant, entry.count_bytes(tier))
+        if (left := entry.kept_until - time.monotonic()) > 0:
+            self.order[tier].keep(id(entry), left)
         self.used[tier] += entry.count_bytes(tier)
 
     def _unbook(self, entry: Entry, tier: str) -> None:
@@ -406,6 +414,13 @@ class DonorKv:
         tiers = MEMORY if device.type == self._device_type else ("host",)
         return any(self._books.budget[tier] for tier in tiers)
 
+    def is_for_device(self, layout: Layout, tokens: int) -> bool:
+        """Whether a capture of so many tokens stays on the device: the copy takes next to no time."""
+        if layout.device.type == "cpu" or layout.device.type != self._device_type:
+            return False
+        shape = (layout.layers, tokens, layout.kv_heads, layout.head_dim)
+        return count_bytes(self.memory.list_shapes("device", shape, layout.dtype)) <= self._books.budget["device"]
+
     def reserve(self, device: torch.device) -> None:
         """Takes the budgets' memory at once; see `DonorMemory.reserve`."""
         self.memory.reserve(device, self._books.budget)
@@ -522,6 +537,12 @@ class DonorKv:
             return self._published.directory.write(key, tokens_digest, self.memory.pack(held.parts), held.rope)
         finally:
             self.release(held)
+
+    def keep(self, donor_id: str, generation: int, seconds: float) -> None:
+        """For so long a donor leaves its tier after the others of its tenant (see `EvictionOrder.keep`)."""
+        with self._lock:
+            if (entry := self._books.find(donor_id, generation)) is not None:
+                self._books.keep(entry, time.monotonic() + seconds)
 
     def name_weights(self, digest: str) -> None:
         """The model has other weights: of the directory only donors of the same are taken, and published."""

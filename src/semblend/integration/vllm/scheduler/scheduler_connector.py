@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -89,6 +89,7 @@ class SchedulerConnector:
         self._refused: dict[str, int] = {}  # exact tokens of each request in an engine that we do not serve
         self._loads = PendingLoads(facts.block_tokens)
         self._freed: list[str] = []
+        self._ended: list[Capture] = []  # of requests that have given their blocks away
         self._admitted: set[str] = set()  # since the last step's orders
 
     # -- a request -------------------------------------------------------------------------------------------------
@@ -190,8 +191,11 @@ class SchedulerConnector:
         reused = min(claimed_tokens, record.decision.until(record.claim_end).reused_tokens)
         return reused, claimed_tokens - reused
 
-    def finish(self, request_id: str) -> Receipt | None:
-        """The request ended; its receipt, where its prompt was complete and the worker has spoken."""
+    def finish(self, request_id: str, block_ids: Sequence[int] = ()) -> Receipt | None:
+        """The request ended; its receipt, where its prompt was complete and the worker has spoken.
+
+        What it computed lies in ``block_ids`` until the next step.
+        """
         self._given_up.discard(request_id)
         self._arrived.pop(request_id, None)
         self.healing.forget(request_id)
@@ -199,6 +203,7 @@ class SchedulerConnector:
         if record is None:
             return None
         self._confirm(request_id)
+        self._keep_answered(record, block_ids)
         self._release_blocks(record)
         if record.is_loading:
             self._loads.cancel(request_id)
@@ -251,7 +256,9 @@ class SchedulerConnector:
         self._records.settle()
         orders = self.build_orders_to_load(busy=bool(output.num_scheduled_tokens), computed_now=computed_now)
         orders.captures, orders.served = captures, served
+        orders.ended, self._ended = self._ended, []
         orders.drops, orders.pins = self.donors.take_drops(), self.donors.take_pins()
+        orders.heirs, orders.continued = self.donors.take_heirs(), self.donors.take_continued()
         orders.publications = self.donors.take_publications()
         return orders
 
@@ -434,6 +441,21 @@ class SchedulerConnector:
         self.locks.unlock(record)  # what is in its blocks is exact, or will be: vLLM may find it
         if result.reason is DeclineReason.VALIDATION_FAILED and plan is not None:
             self.shares.drop_donors(result.faulty_donors or plan.donor_ids)
+
+    def _keep_answered(self, record: Record, block_ids: Sequence[int]) -> None:
+        """A request has ended: where its answer is exact, prompt and answer become one donor.
+
+        The last token was said and never computed; what an engine that schedules ahead has computed behind it is not
+        part of the answer.
+        """
+        source = record.source
+        if record.salted is not None or record.spoiled is not None or not block_ids:
+            return
+        held = min(source.num_tokens - 1, source.num_computed_tokens, len(block_ids) * self.facts.block_tokens)
+        tokens = self.sessions.count_answered_tokens(record, held)
+        order = self.donors.order_answered(record, tokens, block_ids) if tokens else None
+        if order is not None:
+            self._ended.append(order)
 
     # -- its life --------------------------------------------------------------------------------------------------
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any, TypeVar
 
-from semblend.discover.donor import Eviction
+from semblend.discover.donor import ANSWERED, Eviction
 from semblend.errors import SemBlendError
 from semblend.facade import SemBlend
 from semblend.integration.vllm.orders import Capture, Report
@@ -16,7 +15,8 @@ from semblend.integration.vllm.scheduler.records import EngineFacts, Record
 from semblend.materialize.donors.directory import GENERATION, Publication, SharedDonors
 from semblend.plan.reuse_plan import ReusePlan
 from semblend.prompt import Namespace, Prompt
-from semblend.session.sessions import NEW_PART
+from semblend.session.session import ReuseSession
+from semblend.session.sessions import ACTIVE_S, NEW_PART
 
 ReportFailure = Callable[[str, str, str], None]
 Answer = TypeVar("Answer")
@@ -33,33 +33,43 @@ class HeldPrefixes:
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens, self._step = block_tokens, max(1, MARK_TOKENS // block_tokens)
         self._marks: dict[tuple[str, int], list[tuple[str, bytes]]] = {}
-        self._counts: Counter[tuple[str, bytes]] = Counter()
+        self._holders: dict[tuple[str, bytes], dict[tuple[str, int], None]] = {}
 
     def __len__(self) -> int:
-        return len(self._counts)
+        return len(self._holders)
 
     def add(self, donor: tuple[str, int], namespace: str, hashes: Sequence[bytes]) -> None:
         """A donor whose full blocks have these hashes has come, or is on its way."""
         self.remove(donor)
         self._marks[donor] = [(namespace, bytes(one)) for one in hashes[self._step - 1 :: self._step]]
-        self._counts.update(self._marks[donor])
+        for mark in self._marks[donor]:
+            self._holders.setdefault(mark, {})[donor] = None
 
     def remove(self, donor: tuple[str, int]) -> None:
         for mark in self._marks.pop(donor, ()):
-            self._counts[mark] -= 1
-            if not self._counts[mark]:
-                del self._counts[mark]
+            self._holders[mark].pop(donor, None)
+            if not self._holders[mark]:
+                del self._holders[mark]
 
     def count_tokens(self, namespace: str, hashes: Sequence[bytes]) -> int:
         """Tokens at the beginning of a prompt with these hashes that one donor holds."""
         for blocks in range(len(hashes) // self._step * self._step, 0, -self._step):
-            if (namespace, bytes(hashes[blocks - 1])) in self._counts:
+            if (namespace, bytes(hashes[blocks - 1])) in self._holders:
                 return blocks * self._block_tokens
         return 0
 
+    def find_beginning(self, namespace: str, hashes: Sequence[bytes]) -> tuple[str, int] | None:
+        """The longest donor that a prompt with these hashes begins with, but for the tokens behind its last mark."""
+        for blocks in range(len(hashes) // self._step * self._step, 0, -self._step):
+            mark = namespace, bytes(hashes[blocks - 1])
+            for donor in reversed(self._holders.get(mark, {})):
+                if self._marks[donor][-1] == mark:
+                    return donor
+        return None
+
     def clear(self) -> None:
         self._marks.clear()
-        self._counts.clear()
+        self._holders.clear()
 
 
 class WorkerDonors:
@@ -82,6 +92,9 @@ class WorkerDonors:
         self._forgotten: list[str] = []  # donors that somebody wanted gone
         self._pinned: set[str] = set()
         self._pins: list[tuple[str, int, bool]] = []  # for the workers: donor, generation, on or off
+        self._heirs: list[tuple[tuple[str, int], tuple[str, int]]] = []  # for the workers: a dropped donor, its heir
+        self._earlier: dict[str, list[str]] = {}  # donors that each one has superseded
+        self._continued: list[tuple[str, int]] = []
         self.resets: ResetWatch | None = None
         self.admin: DonorAdmin | None = None
         self._publications: list[Publication] = []
@@ -105,18 +118,36 @@ class WorkerDonors:
     def order(self, record: Record, tokens: int) -> Capture | None:
         """Order the capture of the first ``tokens`` of a request's prompt; None where a donor holds nearly all."""
         assert record.block_ids is not None, "it was computed in these blocks"
-        prompt, donor_id = record.prompt, record.request_id
-        namespace, hashes = prompt.namespace.digest, record.source.block_hashes[: tokens // self._hash_tokens]
-        if (tokens - self._prefixes.count_tokens(namespace, hashes)) * NEW_PART < tokens:
+        if not self._is_news(record, tokens):
             return None
-        self._generations += 1
-        self._prefixes.add((donor_id, self._generations), namespace, hashes)
+        prompt = record.prompt
         kept = prompt if tokens == len(prompt) else Prompt(prompt.token_ids[:tokens], namespace=prompt.namespace)
-        self._on_the_way[donor_id, self._generations] = kept
-        blocks = tuple(record.block_ids[: -(-tokens // self._block_tokens)])
-        self._copied_from[donor_id, self._generations] = blocks
-        publication = self._publish_at_once(donor_id, self._generations, kept)
-        return Capture(donor_id, self._generations, tokens, blocks, publication, prompt.namespace.tenant)
+        return self._order(record, record.request_id, kept, record.block_ids)
+
+    def order_answered(self, record: Record, tokens: int, block_ids: Sequence[int]) -> Capture | None:
+        """Order the capture of ``tokens`` of prompt and answer, of a request that has ended and gives its blocks away.
+
+        Under a name of its own: what was captured of the prompt is superseded where nobody needs it any more.
+        """
+        if not self._is_news(record, tokens):
+            return None
+        kept = Prompt(record.source.all_token_ids[:tokens], namespace=record.prompt.namespace)
+        return self._order(record, f"{record.request_id}{ANSWERED}", kept, block_ids)
+
+    def _is_news(self, record: Record, tokens: int) -> bool:
+        """Whether of so many tokens of a request enough are in no donor that has the same ones before them."""
+        namespace, hashes = record.prompt.namespace.digest, record.source.block_hashes[: tokens // self._hash_tokens]
+        return (tokens - self._prefixes.count_tokens(namespace, hashes)) * NEW_PART >= tokens
+
+    def _order(self, record: Record, donor_id: str, kept: Prompt, block_ids: Sequence[int]) -> Capture:
+        self._generations += 1
+        key, tokens = (donor_id, self._generations), len(kept)
+        hashes = record.source.block_hashes[: tokens // self._hash_tokens]
+        self._prefixes.add(key, kept.namespace.digest, hashes)
+        self._on_the_way[key] = kept
+        blocks = self._copied_from[key] = tuple(block_ids[: -(-tokens // self._block_tokens)])
+        publication = self._publish_at_once(*key, kept)
+        return Capture(*key, tokens, blocks, publication, kept.namespace.tenant)
 
     def _publish(self, donor_id: str, generation: int, prompt: Prompt) -> Publication | None:
         """What the workers shall put into the donor directory; None where there is none, or no room in it."""
@@ -184,14 +215,31 @@ class WorkerDonors:
             return
         self._held[donor_id] = generation
         self.epoch += 1
+        self._supersede(donor_id, generation)
         if (publication := self._publish(donor_id, generation, prompt)) is not None:
             self._publications.append(publication)
+
+    def _supersede(self, donor_id: str, generation: int) -> None:
+        """Earlier turns of a conversation are in its newest donor; the directory's go when their writers say so."""
+        older = self._semblend.supersede(donor_id, lambda name: self._held.get(name, GENERATION) != GENERATION)
+        names = [one.donor_id for one in older]
+        if names:
+            self._heirs += [(key, (donor_id, generation)) for key in self._drops if key[0] in names]
+            self._earlier[donor_id] = [name for one in names for name in (one, *self._earlier.pop(one, ()))]
+
+    def note_continued(self, session: ReuseSession) -> None:
+        """Told by block hashes: nobody has to look at the tokens of a prompt that vLLM holds."""
+        namespace, hashes = session.prompt.namespace.digest, session.request.source.block_hashes
+        key = self._prefixes.find_beginning(namespace, hashes)
+        if key is not None and self._held.get(key[0]) == key[1]:
+            self._semblend.keep(key[0], ACTIVE_S)
+            self._continued.append(key)
 
     def note_report(self, report: Report) -> None:
         """What the workers have captured, could not capture, and lost."""
         for key in report.not_captured:
             self.note_not_captured(*key)
-        for key in report.captured:
+        for key in sorted(report.captured, key=lambda key: key[1]):  # a prompt before what it is a part of
             self.note_captured(*key)
         for key in report.evicted:
             self.note_lost(*key)
@@ -266,14 +314,25 @@ class WorkerDonors:
         forgotten, self._forgotten = self._forgotten, []
         return forgotten
 
+    def take_heirs(self) -> list[tuple[tuple[str, int], tuple[str, int]]]:
+        heirs, self._heirs = self._heirs, []
+        return heirs
+
+    def take_continued(self) -> list[tuple[str, int]]:
+        continued, self._continued = self._continued, []
+        return continued
+
     def take_pins(self) -> list[tuple[str, int, bool]]:
         pins, self._pins = self._pins, []
         return pins
 
     def _note_evicted(self, eviction: Eviction) -> None:
         self._pinned.discard(eviction.donor.donor_id)
+        earlier = self._earlier.get(eviction.donor.donor_id, [])
+        if eviction.reason != "superseded":
+            self._earlier.pop(eviction.donor.donor_id, None)
         if eviction.reason == "forgotten":
-            self._forgotten.append(eviction.donor.donor_id)
+            self._forgotten += [eviction.donor.donor_id, *earlier]
         generation = self._held.pop(eviction.donor.donor_id, None)
         if self.shared is not None:
             self.shared.note_eviction(eviction.donor.donor_id, eviction.reason)

@@ -46,6 +46,7 @@ from semblend.plan.times import Timed, Work
 from semblend.quality import find_path
 from semblend.session.local import describe_outcome
 from semblend.session.session import LoadResult
+from semblend.session.sessions import ACTIVE_S
 
 log = logging.getLogger("vllm.semblend")
 
@@ -99,9 +100,10 @@ class RefusingConnector:
             self._tell(load, why, LoadResult.refuse(why))
 
     def capture(self, orders: Orders) -> None:
-        self._report.not_captured.update((order.donor_id, order.generation) for order in orders.captures)
+        lost = (*orders.captures, *orders.ended)
+        self._report.not_captured.update((order.donor_id, order.generation) for order in lost)
         self._report.served.extend(orders.served)
-        orders.captures, orders.served, orders.publications = [], [], []
+        orders.captures, orders.served, orders.publications, orders.ended = [], [], [], []
 
     def tell_weights(self) -> str:
         return ""
@@ -246,8 +248,15 @@ class WorkerConnector(RefusingConnector):
         later = [order for order in self._fresh if not is_idle and order.donor_id not in freed]
         self._due += [order for order in self._fresh if is_idle or order.donor_id in freed]
         self._fresh = []
+        ended, orders.ended = orders.ended, []
+        for order in ended:  # a prompt's own copy comes first: what it becomes a part of takes its place
+            if is_idle or self.donor_kv.is_for_device(self._model.layout, order.tokens):
+                self._due.append(order)
+            else:  # the step would wait for the copy to the host
+                self._report.not_captured.add((order.donor_id, order.generation))
         self._copy_due()
         self._due, self._is_between_steps = later, False
+        freed = [*freed, *(order.donor_id for order in ended)]
         for request_id in freed:
             with self._guard("wait for a capture", request_id):
                 if (arrival := self._reading.pop(request_id, None)) is not None:
@@ -286,9 +295,9 @@ class WorkerConnector(RefusingConnector):
     def capture(self, orders: Orders) -> None:
         """After the step's forward pass: what to copy is noted, and copied before a later one (`before_step`)."""
         if self._is_between_steps:  # nobody has said whose blocks were given away: they may be written by now
-            lost = (*self._due, *self._fresh)
+            lost = (*self._due, *self._fresh, *orders.ended)
             self._report.not_captured.update((order.donor_id, order.generation) for order in lost)
-            self._due = []
+            self._due, orders.ended = [], []
         self._is_between_steps = True
         self._fresh, orders.captures = orders.captures, []
         publications, orders.publications = orders.publications, []
@@ -364,8 +373,14 @@ class WorkerConnector(RefusingConnector):
         self._tell(load, outcome, result)
 
     def _keep_donors(self, orders: Orders) -> None:
-        """Let go of donors that are forgotten; hold those that an operator has pinned."""
+        """Let go of donors that are forgotten; hold those that an operator has pinned, keep those of conversations."""
         drops, orders.drops = orders.drops, []
+        heirs, continued, orders.heirs, orders.continued = orders.heirs, orders.continued, [], []
+        for donor, heir in heirs:
+            for blender in self._blenders.values():
+                blender.note_heir(donor, heir)
+        for donor_id, generation in continued:
+            self.donor_kv.keep(donor_id, generation, ACTIVE_S)
         pins = {donor_id: (donor_id, generation, on) for donor_id, generation, on in (*self._pins, *orders.pins)}
         orders.pins, self._pins = [], []
         for donor_id, generation in drops:

@@ -177,6 +177,9 @@ class SemBlend:
     def donor_tokens(self, donor_id: str) -> np.ndarray[Any, np.dtype[np.int32]] | None:
         return self._store.copy_tokens(donor_id)
 
+    def get_donor(self, donor_id: str) -> Donor | None:
+        return self._store.get(donor_id)
+
     def pin(self, donor_id: str) -> bool:
         """Keep a donor from eviction until `unpin`; False when it is not there."""
         return self._store.pin(donor_id)
@@ -190,11 +193,12 @@ class SemBlend:
     # -- a request -------------------------------------------------------------------------------------------------
 
     def lookup(
-        self, prompt: Prompt, *, request_id: str = "", exact_tokens: int = 0, opt_out: bool = False
+        self, prompt: Prompt, *, request_id: str = "", exact_tokens: int = 0, opt_out: bool = False, base: str = ""
     ) -> ReusePlan | Decline:
         """What of this prompt donors hold. Changes nothing; `claim` the plan before acting on it.
 
         ``exact_tokens``: leading tokens that the engine holds already. ``opt_out``: this request wants no reuse.
+        ``base``: a donor that is taken alone where it holds nearly all that donors hold, as of an edited history.
         """
         _check_prompt(prompt)
         if not isinstance(request_id, str):
@@ -203,7 +207,11 @@ class SemBlend:
         started = time.perf_counter()
         with trace_span("semblend.lookup", prompt_tokens=len(prompt)) as span:
             decline = self.decline_beforehand(prompt, request_id, opt_out)
-            trace = LookupTrace(decline, NOTHING_ALIGNED) if decline else self._search(prompt, request_id, exact_tokens)
+            trace = (
+                LookupTrace(decline, NOTHING_ALIGNED)
+                if decline
+                else self._search(prompt, request_id, exact_tokens, base)
+            )
             decision = self._apply_discovery_only(trace.decision)
             span.set(reused_tokens=_count_reused(decision), reason=str(getattr(decision, "reason", "")))
         seconds = time.perf_counter() - started
@@ -365,9 +373,9 @@ class SemBlend:
             return ()
         return self._evidence.find_similar(prompt, budget_ms=self.config.evidence_budget_ms or None)
 
-    def _search(self, prompt: Prompt, request_id: str, exact_tokens: int) -> LookupTrace:
+    def _search(self, prompt: Prompt, request_id: str, exact_tokens: int, base: str = "") -> LookupTrace:
         try:
-            trace = self._pipeline.run(prompt, exact_tokens)
+            trace = self._pipeline.run(prompt, exact_tokens, base)
             evidence = self._find_evidence(trace.decision, prompt)
         except Exception as error:  # whatever fails in here must cost the request time, never an answer
             self._reporter.report_failure("lookup", error, request_id)

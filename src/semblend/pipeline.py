@@ -51,7 +51,7 @@ class Pipeline:
         self._aligner = Aligner(store, fingerprinter.scheme, min_span_tokens=config.min_span_tokens)
         self._planner = Planner(config.min_span_tokens, config.min_reuse_ratio, cost_model(config))
 
-    def run(self, prompt: Prompt, exact_tokens: int = 0) -> LookupTrace:
+    def run(self, prompt: Prompt, exact_tokens: int = 0, base: str = "") -> LookupTrace:
         if len(prompt) - exact_tokens < self._shortest:
             left = f"{len(prompt) - exact_tokens} tokens to compute, spans begin at {self._shortest}"
             return LookupTrace(Decline(DeclineReason.TOO_SHORT, left), NOTHING_ALIGNED)
@@ -62,7 +62,9 @@ class Pipeline:
         with self._store.lock:
             candidates = self._store.find_candidates(fingerprint, within=prompt.namespace)
             searched = time.perf_counter()
-            alignment = self._aligner.align(prompt, candidates, exact_tokens=exact_tokens, deadline=deadline)
+            alignment = self._aligner.align(
+                prompt, candidates, exact_tokens=exact_tokens, deadline=deadline, base=self._store.find_slot(base)
+            )
         aligned = time.perf_counter()
         decision = self._planner.plan(prompt, alignment, exact_tokens=exact_tokens)
         planned = time.perf_counter()

@@ -154,34 +154,53 @@ def choose_quality(own: str | None, tenant: str | None, server: str) -> str:
 # neither true nor false is one.
 
 
+MAX_ID_CHARS = 256
+EDIT_HEADER = "x-semblend-edit"
+"""The base of an edit, for callers who can add a header and not a field."""
+
+
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
     """``{"opt_out": true, "quality": 0.05}`` of a request; None where it says nothing of its quality.
 
-    ``forget``: nothing may be reused that was computed with other text in view, so its quality is exact.
+    ``forget``: nothing may be reused that was computed with other text in view, so its quality is exact. ``base``: the
+    request that this one was edited from, where its caller says so (``{"edit": {"base": "..."}}``).
     """
 
     opt_out: bool = False
     quality: str | None = None
     forget: bool = False
+    base: str = ""
 
 
 def read_request_options(given: object) -> RequestOptions:
     """Read a caller's options. Unknown fields are ignored; nothing in there may fail an answer.
 
     >>> read_request_options({"quality": 0.05, "colour": "red"})
-    RequestOptions(opt_out=False, quality='0.05', forget=False)
+    RequestOptions(opt_out=False, quality='0.05', forget=False, base='')
     >>> read_request_options({"quality": "exakt"}).quality, read_request_options({"opt_out": "yes"}).opt_out
     ('exact', True)
     >>> read_request_options({"quality": "fast", "forget": True})
-    RequestOptions(opt_out=False, quality='exact', forget=True)
+    RequestOptions(opt_out=False, quality='exact', forget=True, base='')
     """
     if given is None:
         return RequestOptions()
     if not isinstance(given, Mapping):
         return RequestOptions(quality="exact")
     opt_out, forget = (_is_wished(given.get(name)) for name in ("opt_out", "forget"))
-    return RequestOptions(opt_out, "exact" if forget else _read_quality(given.get("quality")), forget)
+    quality = "exact" if forget else _read_quality(given.get("quality"))
+    return RequestOptions(opt_out, quality, forget, read_base(given.get("edit")))
+
+
+def read_base(edit: object) -> str:
+    """The request that a declared edit begins from; empty where it names none. Which ranges it names does not matter:
+    tokens are compared, whatever is declared.
+
+    >>> read_base({"base": "chatcmpl-7f", "ranges": [{"start": 2, "end": 4, "action": "delete"}]}), read_base("me")
+    ('chatcmpl-7f', '')
+    """
+    base = edit.get("base") if isinstance(edit, Mapping) else None
+    return base if isinstance(base, str) and len(base) <= MAX_ID_CHARS else ""
 
 
 def _is_wished(given: object) -> bool:

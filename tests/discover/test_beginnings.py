@@ -80,3 +80,18 @@ def test_what_a_conversation_goes_on_from_leaves_last():
     for number in range(4):
         sb.register(Prompt([number, 1, *LONG]), f"later-{number}")
     assert "talk" not in ids(sb)
+
+
+def test_a_base_is_taken_alone_where_it_holds_nearly_all_and_is_advice_elsewhere(sb):
+    talk, extra = np.arange(1000, 2000), np.arange(5000, 5040)
+    sb.register(Prompt(talk), "talk")
+    sb.register(Prompt([*extra, *talk[500:560]]), "other")
+    edited = Prompt([*talk[:300], *talk[400:900], *extra, 7, 8, 9])
+
+    def donors(**named):
+        return sb.lookup(edited, **named).donor_ids
+
+    assert donors() == donors(base="nobody") == donors(base="other") == ("talk", "other")
+    assert donors(base="talk") == ("talk",)
+    sb.register(Prompt(talk, namespace=Namespace(tenant="acme")), "theirs")
+    assert donors(base="theirs") == ("talk", "other"), "a wall is a wall"

@@ -70,7 +70,22 @@ def test_an_unknown_field_is_ignored_but_not_one_of_ours(kind):
         with pytest.raises(ApiError, match="is unknown") as caught:
             parse(kind, semblend=ours)
         assert caught.value.param in ("semblend.qualty", "semblend.x0")
-        assert caught.value.hint == "known are quality, reuse, forget, keep, passages, scores"
+        assert caught.value.hint == "known are quality, reuse, forget, edit, keep, passages, scores"
+
+
+@pytest.mark.parametrize("kind", BASES)
+@pytest.mark.parametrize(
+    ("edit", "base"),
+    [
+        ({"base": "r1", "ranges": [{"start": 1, "end": 2, "action": "delete"}]}, "r1"),
+        ({"base": 7}, ""),
+        ({"base": "x" * 300}, ""),
+        ({}, ""),
+        (None, ""),
+    ],
+)
+def test_a_declared_edit_names_its_base_and_an_unreadable_one_costs_nothing(kind, edit, base):
+    assert parse(kind, semblend={"edit": edit}).reuse.base == base
 
 
 def test_stop_tokens_are_a_set():

@@ -12,6 +12,7 @@ from random import getrandbits
 from typing import Any
 
 from semantickv.edge.headers import RawHeaders, find_header
+from semblend.quality import EDIT_HEADER, read_base
 from semblend.wire.callers import is_loopback
 
 LONGEST_LABEL = 128
@@ -62,6 +63,20 @@ def make_salt(secret: str, namespace: bytes, given: Any) -> str:
     own = given if isinstance(given, str) else ""
     message = namespace + own.encode("utf-8", "surrogatepass")
     return hmac.new(secret.encode(), message, hashlib.sha256).hexdigest()[:32]
+
+
+def declare_edit(headers: RawHeaders, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The field that tells a vLLM which request this one was edited from, where the caller says so in a header.
+
+    >>> declare_edit([(b"x-semblend-edit", b"chatcmpl-7f")], {})
+    {'kv_transfer_params': {'semblend': {'edit': {'base': 'chatcmpl-7f'}}}}
+    """
+    base = read_base({"base": find_header(headers, EDIT_HEADER.encode())})
+    params = fields.get("kv_transfer_params") or {}
+    ours = params.get("semblend") or {} if isinstance(params, Mapping) else None
+    if not base or not isinstance(ours, Mapping) or "edit" in ours:
+        return {}
+    return {"kv_transfer_params": {**params, "semblend": {**ours, "edit": {"base": base}}}}
 
 
 def write_fields(fields: Mapping[str, Any], added: Mapping[str, Any]) -> bytes:

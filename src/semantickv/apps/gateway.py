@@ -18,7 +18,15 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from semantickv.apps.callers import Caller, add_fields, identify_caller, is_operator, make_salt, write_fields
+from semantickv.apps.callers import (
+    Caller,
+    add_fields,
+    declare_edit,
+    identify_caller,
+    is_operator,
+    make_salt,
+    write_fields,
+)
 from semantickv.apps.describe import describe_fleet, describe_health, describe_replica, describe_replicas
 from semantickv.apps.proxy import (
     CLIENT_LEFT_STATUS,
@@ -33,7 +41,7 @@ from semantickv.apps.proxy import (
     send_json,
     write_target,
 )
-from semantickv.edge.headers import find_header, select_request_headers
+from semantickv.edge.headers import RawHeaders, find_header, select_request_headers
 from semantickv.edge.upstream_call import Fault, FaultKind, OutgoingRequest, UpstreamAnswer
 from semantickv.engine_state.cache_follower import CacheFollower, ServedPrompt
 from semantickv.routing.arranging import ArrangedRequest, MarkedRequest, read_marked, write_order
@@ -51,6 +59,7 @@ from semantickv.traces.collection import TraceJob
 from semblend.arrange import Arrangement
 from semblend.errors import ConfigError, InputError
 from semblend.prompt import Namespace
+from semblend.quality import EDIT_HEADER
 from semblend.web.site import HEADERS, build_fleet
 from semblend.wire.callers import find_repeated
 from semblend.wire.errors import ApiError
@@ -114,7 +123,7 @@ class RoutedCall:
     reader: AnswerReader | None = None
     ticket: int | None = None
     span: RequestSpan | None = None
-    added: dict[str, str] = field(default_factory=dict)
+    added: dict[str, Any] = field(default_factory=dict)
     """Fields that this server adds to the body: a salt, a session."""
     marked: MarkedRequest | None = None
     arranged: ArrangedRequest | None = None
@@ -240,12 +249,12 @@ class CallOpener:
         caller = identify_caller(scope["headers"], settings.hash_key)
         is_prompt = path in PROMPT_PATHS
         view = read_prompt(body) if is_prompt else UNREAD
-        fields = view.fields if is_prompt and self._must_read(body) else {}
+        fields = view.fields if is_prompt and self._must_read(body, scope["headers"]) else {}
         in_header, in_body = bool(caller.session), fields.get("session_id") not in (None, "")
         caller = caller.with_session(fields.get("session_id"))
         headers = select_request_headers(scope["headers"], _HIDDEN)
         headers.append((b"x-request-id", caller.request_id.encode("latin-1")))
-        added: dict[str, str] = {}
+        added: dict[str, Any] = {}
         session = caller.session
         if settings.salt_secret:
             if is_prompt and not fields:
@@ -260,6 +269,8 @@ class CallOpener:
             headers.append((b"x-session-id", session.encode("latin-1")))
         if session and fields and (in_body if settings.salt_secret else settings.session_hint == "body"):
             added["session_id"] = session
+        if fields:
+            added |= declare_edit(scope["headers"], fields)
         try:
             marked = read_marked(view) if is_prompt and self.router.arranges else None
         except InputError as error:
@@ -272,7 +283,7 @@ class CallOpener:
         outgoing = OutgoingRequest(scope["method"], write_target(scope), headers, sent)
         return RoutedCall(self.gateway, caller, path, body, view, route, outgoing, began, added=added, marked=marked)
 
-    def _must_read(self, body: bytes) -> bool:
+    def _must_read(self, body: bytes, headers: RawHeaders) -> bool:
         """Whether a prompt is parsed before it is sent. Otherwise it is parsed behind the answer, for the record."""
         settings, router = self.settings, self.router
         return (
@@ -281,6 +292,7 @@ class CallOpener:
             or settings.session_hint == "body"
             or router.arranges
             or (len(router.replicas) > 1 and b'"session_id"' in body)
+            or bool(find_header(headers, EDIT_HEADER.encode()))
         )
 
     def arrange(self, call: RoutedCall, marked: MarkedRequest, decision: RouteDecision) -> None:

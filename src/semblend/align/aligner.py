@@ -23,6 +23,7 @@ COST_OF_A_LOOK = 16  # comparisons charged for touching a candidate at all (a ca
 LIMITS = (MAX_CANDIDATES, FREE_WORK, WORK_PER_TOKEN, COST_OF_A_LOOK)
 SEAM = 1  # tokens that a further piece must add: of equal covers the one with fewer pieces wins
 LOOK_BACK = 32  # overlapping matches considered as predecessor of a match
+NEARLY_ALL = 0.95  # of what all donors hold of an edited prompt, for its base to be taken alone
 MAX_EDIT = 12  # tokens replaced, inserted or deleted between two runs
 SEEDS_PER_SLICE = 2048  # about 18k tokens between two looks at the clock
 
@@ -64,16 +65,27 @@ class Aligner:
         self._shortest = max(min_span_tokens, scheme.k)
 
     def align(
-        self, prompt: Prompt, candidates: Candidates, *, exact_tokens: int = 0, deadline: float = 0.0
+        self,
+        prompt: Prompt,
+        candidates: Candidates,
+        *,
+        exact_tokens: int = 0,
+        deadline: float = 0.0,
+        base: int | None = None,
     ) -> Alignment:
         """Find the spans of the prompt that donors hold.
 
         The engine holds the first ``exact_tokens`` already; ``deadline`` is a time of `time.perf_counter`, 0 for none.
+        ``base``: the slot of the donor that the prompt was edited from. It is taken alone where it holds nearly all:
+        what it holds was computed in one context.
         """
         tokens, store = prompt.token_ids, self._store
         found, examined, seeds_done = self._extend_seeds(tokens, candidates, exact_tokens, deadline)
         matches = self._kernels.drop_dominated(found)
         pieces = self._kernels.choose_cover(matches, self._shortest, SEAM, LOOK_BACK)
+        if base is not None:
+            alone = self._kernels.choose_cover(matches[matches[:, 2] == base], self._shortest, SEAM, LOOK_BACK)
+            pieces = alone if count_tokens(alone) >= NEARLY_ALL * count_tokens(pieces) else pieces
         log, rows = store.log.tokens, store.slots.rows
         if self._bridges_edits and len(pieces):
             pieces = self._kernels.bridge(tokens, pieces, log, rows, self._min_span, exact_tokens, MAX_EDIT)
@@ -116,6 +128,10 @@ class Aligner:
         """Build the span of one piece."""
         donor = self._store.get_at(slot)
         return Span(donor.donor_id, donor_start, start, end - start, donor.generation)
+
+
+def count_tokens(pieces: MatchArray) -> int:
+    return int((pieces[:, 1] - pieces[:, 0]).sum())
 
 
 def check_pieces(tokens: TokenArray, pieces: MatchArray, store: DonorStore, namespace_id: int, now: int) -> None:

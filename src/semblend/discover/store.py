@@ -155,6 +155,10 @@ class DonorStore:
                 return len(self), self.log.live_tokens
             return self._leavers.count(tenant), self._tenant_tokens[tenant]
 
+    def find_slot(self, donor_id: str) -> int | None:
+        """Find where a donor is kept; None if it is gone."""
+        return self._slot_of.get(donor_id)
+
     def get_at(self, slot: int) -> Donor:
         """Return the donor in a slot; raise LookupError if the slot is empty."""
         donor = self._donors[slot]

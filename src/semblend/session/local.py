@@ -42,7 +42,7 @@ from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.prompt import Prompt
 from semblend.reporting import report_policy_failure
 from semblend.session.session import LoadResult, ReuseSession, SessionRequest, State
-from semblend.session.sessions import ACTIVE_S, EngineTraits, Sessions
+from semblend.session.sessions import EngineTraits, Sessions
 from semblend.session.settings import LocalSettings
 
 # -- The donors of an engine: their KV in memory of our own, and what the library knows of them.
@@ -115,11 +115,13 @@ class KeptDonors:
         spans = tuple(replace(span, generation=self.generations.get(span.donor_id, -1)) for span in plan.spans)
         return replace(plan, spans=spans)
 
-    def note_continued(self, session: ReuseSession) -> None:
+    def find_beginning(self, session: ReuseSession) -> str | None:
         donor = self._semblend.find_beginning(session.prompt)
-        if donor is not None and donor.donor_id in self.generations:
-            self._semblend.keep(donor.donor_id, ACTIVE_S)
-            self.kv.keep(donor.donor_id, self.generations[donor.donor_id], ACTIVE_S)
+        return None if donor is None else donor.donor_id
+
+    def keep_first(self, donor_id: str, seconds: float) -> None:
+        self._semblend.keep(donor_id, seconds)
+        self.kv.keep(donor_id, self.generations.get(donor_id, -1), seconds)
 
     def _supersede(self, donor_id: str) -> None:
         """Earlier turns of a conversation are in its newest donor."""
@@ -410,6 +412,7 @@ class LocalSessions:
         return self._blenders[mode]
 
     def _note_superseded(self, donor: Key, heir: Key) -> None:
+        self._sessions.lineage.note(donor[0], heir[0])
         for blender in self._blenders.values():
             blender.note_heir(donor, heir)
 
@@ -464,8 +467,9 @@ class LocalSessions:
         if len(slots) != len(prompt):
             tokens = np.concatenate((prompt.token_ids, np.asarray(answered, dtype=np.int32)))
             prompt = Prompt(tokens[: len(slots)], namespace=prompt.namespace)
-        if self.donors.keep(prompt, slots) is not None:
+        if (donor_id := self.donors.keep(prompt, slots)) is not None:
             session.keep(len(slots))
+            self._sessions.lineage.note(session.request_id, donor_id)
 
 
 def open_sessions(

@@ -73,8 +73,9 @@ class SessionRequest:
     """What an engine says of a request when it first asks about it.
 
     ``longest_prefix``: how much of the prompt a prefix may cover; None for all of it. ``unsupported``: why a request of
-    its kind is computed without us. ``answered``: it has said tokens before, and its receipt is written. ``source`` is
-    the engine's own object: a later request may have the same id.
+    its kind is computed without us. ``answered``: it has said tokens before, and its receipt is written. ``base``: the
+    request that it was edited from, if its caller says so. ``source`` is the engine's own object: a later request may
+    have the same id.
     """
 
     request_id: str
@@ -84,6 +85,7 @@ class SessionRequest:
     unsupported: str = ""
     opt_out: bool = False
     answered: bool = False
+    base: str = ""
     source: Any = None
 
 

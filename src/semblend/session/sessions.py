@@ -28,11 +28,13 @@ from semblend.errors import SemBlendError
 from semblend.facade import SemBlend
 from semblend.materialize.blend.quality import QualitySettings
 from semblend.materialize.gate.gate import OutcomeMemory, name_kind
+from semblend.materialize.gate.thresholds import PlanShape
 from semblend.plan.cost import explain_lost_donor
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.plan.selection import keep_in_order, leave_out_repetitions
 from semblend.plan.times import AT_ONCE, NOTHING, PASSES, Forecast, Timed, TimeModel, Work
 from semblend.quality import choose_quality, read_nats
+from semblend.session.lineage import Lineage
 from semblend.session.session import NEVER, Expectation, LoadResult, ReuseSession, SessionRequest, State
 from semblend.session.trial import KindSwitches, Trial
 
@@ -90,8 +92,12 @@ class HeldDonors(Protocol):
         """Donors of a plan whose KV is not there."""
         ...
 
-    def note_continued(self, session: ReuseSession) -> None:
-        """A request goes on from tokens that the engine holds: the donor of its turns so far is wanted again."""
+    def find_beginning(self, session: ReuseSession) -> str | None:
+        """The longest donor that a prompt begins with: that of the conversation's turns so far."""
+        ...
+
+    def keep_first(self, donor_id: str, seconds: float) -> None:
+        """A conversation goes on from this donor: for so long it leaves after the others of its tenant."""
 
 
 class Sessions:
@@ -113,7 +119,7 @@ class Sessions:
         self.quality = QualitySettings() if quality is None else quality
         self.outcomes = OutcomeMemory() if outcomes is None else outcomes
         self.times, self.trial, self.read_clock = TimeModel(), Trial(self.config.control_share), clock
-        self.switches = KindSwitches()
+        self.switches, self.lineage = KindSwitches(), Lineage()
 
     def note_start(self, times: Sequence[Timed]) -> None:
         """How long a pass over few rows, one over many, and a load took when the engine started."""
@@ -174,11 +180,22 @@ class Sessions:
             request_id=session.request_id,
             exact_tokens=session.exact_tokens,
             opt_out=self.opts_out(session),
+            base=self._find_base(session),
         )
         if isinstance(decision, ReusePlan):
             decision = self.judge(session, decision)
         session.lookup_ms = (time.perf_counter() - started) * 1e3
         return decision
+
+    def _find_base(self, session: ReuseSession) -> str:
+        """The donor that holds what the request says it was edited from; whoever names another's is not heard."""
+        wall = session.prompt.namespace
+
+        def is_there(donor_id: str) -> bool:
+            donor = self.semblend.get_donor(donor_id)
+            return donor is not None and donor.namespace == wall
+
+        return self.lineage.find(session.request.base, is_there) or ""
 
     def _explain_no_lookup(self, session: ReuseSession) -> str | None:
         """Why no donor could pay: so much of the prompt is exact that a pass over the rest costs less than any reuse.
@@ -417,9 +434,21 @@ class Sessions:
         if service_ms is not None and not session.restarted:
             self._learn(session, service_ms)
         self.record(session.receipt)
-        if session.exact_tokens >= self.traits.donor_min_new_tokens and not self.opts_out(session):
-            self.donors.note_continued(session)
+        self._note_lineage(session)
         return session.receipt
+
+    def _note_lineage(self, session: ReuseSession) -> None:
+        """A conversation goes on, exactly or edited: its donor is wanted again, and known by this request's name."""
+        if self.opts_out(session):
+            return
+        donor_id = None
+        if session.plan is not None and not session.shares:
+            donor_id = session.plan.donor_ids[0] if PlanShape.of(session.plan).is_edited else None
+        elif session.exact_tokens >= self.traits.donor_min_new_tokens:
+            donor_id = self.donors.find_beginning(session)
+        if donor_id is not None:
+            self.lineage.note(session.request_id, donor_id)
+            self.donors.keep_first(donor_id, ACTIVE_S)
 
     def _learn(self, session: ReuseSession, ms: float) -> None:
         """Take in how long a request took from when the engine took it up; what it shares, another has paid for."""

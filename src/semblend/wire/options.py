@@ -21,7 +21,7 @@ from semblend.arrange import OrderLimits
 from semblend.arrange.marks import LARGEST_SCORE, LONGEST_GROUP, MAX_MARKED, PassageMark
 from semblend.arrange.order_limits import FREE
 from semblend.errors import InputError
-from semblend.quality import QUALITY_HINT, QUALITY_MODES, parse_quality
+from semblend.quality import QUALITY_HINT, QUALITY_MODES, parse_quality, read_base
 from semblend.wire.body import ClosedBody, InOrder, Name, StrictBody, TokenId, Within, refuse, show
 from semblend.wire.errors import ApiError
 from semblend.wire.sampling import MIN_PENALTY, Sampling
@@ -116,13 +116,14 @@ class OptionsWeLack(StrictBody):
 class ReuseOptions:
     """What one request asks of reuse: a quality mode of its own, or none at all. ``salt`` narrows its namespace.
 
-    ``keep`` bounds how far marked passages may move.
+    ``keep`` bounds how far marked passages may move. ``base``: the request that it was edited from.
     """
 
     quality: str | None = None
     reuse: bool = True
     salt: str = ""
     keep: OrderLimits = FREE
+    base: str = ""
 
 
 # -- passages that commute: nothing moves without a mark, and nothing moves out of its message
@@ -163,7 +164,10 @@ def refused_as(param: str) -> Iterator[None]:
 
 
 class SemblendBody(ClosedBody):
-    """Our own options of a request. ``passages`` commute and stand in front of the last user message."""
+    """Our own options of a request. ``passages`` commute and stand in front of the last user message.
+
+    ``edit`` names the request that this one was edited from; a declaration that is wrong or unreadable costs nothing.
+    """
 
     quality: float | str | None = Field(
         default=None,
@@ -171,6 +175,7 @@ class SemblendBody(ClosedBody):
     )
     reuse: bool | None = None
     forget: bool | None = None
+    edit: dict[str, Any] | None = None
     keep: KeepBody | None = None
     passages: Annotated[list[str], Field(max_length=MAX_MARKED, fail_fast=True)] | None = None
     scores: Annotated[list[Score], Field(max_length=MAX_MARKED, fail_fast=True)] | None = None
@@ -209,6 +214,7 @@ class EndpointBody(OptionsWeLack):
             reuse=ours.reuse is not False,
             salt=self.cache_salt or "",
             keep=(ours.keep or KeepBody()).to_keep(),
+            base=read_base(ours.edit),
         )
 
     def refuse_passages(self) -> None:

@@ -15,7 +15,8 @@ class Request:
     """A prompt in tokens and how to answer it; ``index`` says which of several answers to the prompt this one is.
 
     The prompt's ``namespace`` and ``cache_salt`` are walls: neither exact blocks nor donors cross them. ``quality``
-    overrides the engine's mode for this request; ``opt_out`` wants neither to use donors nor to become one.
+    overrides the engine's mode for this request; ``opt_out`` wants neither to use donors nor to become one. ``base`` is
+    the request that this one was edited from, where its caller says so.
 
     >>> [one.request_id for one in Request("r", Prompt([1, 2, 3]), Sampling(n=2)).split_answers()]
     ['r-0', 'r-1']
@@ -28,6 +29,7 @@ class Request:
     cache_salt: str = ""
     opt_out: bool = False
     index: int = 0
+    base: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.request_id, str) or not self.request_id:

@@ -139,3 +139,24 @@ def test_turns_of_many_conversations_at_once_keep_apart(any_world):
     for said, output, again in zip(words, second, alone, strict=True):
         assert output.num_cached_tokens == count_found(said)
         assert output.outputs[0].token_ids == again.outputs[0].token_ids
+
+
+def test_an_edited_history_finds_what_was_answered_and_its_kv_is_what_the_model_computes(world):
+    first = world.instruction(1) + world.document(61) + world.question()
+    (output,) = world.ask(first, tokens=120)
+    words = first + list(output.outputs[0].token_ids)
+    world.settle()  # in the step behind its last one the answer is copied
+    (donor,) = world.half.semblend.donors()
+    assert donor.donor_id == f"{world.receipt(output)['request_id']}+answer", "the whole conversation is one donor"
+    assert donor.token_count == len(words) - 1
+    cut = len(world.instruction(1)) + 32
+    edited = words[:cut] + words[cut + 64 :] + world.question("And now?")
+    cold = world.cold(edited)
+    (second,) = world.ask(edited)
+    spans = world.audited(second)["spans"]
+    assert max(span["donor_start"] + span["length"] for span in spans) > len(first) + 80
+    (_, v), (_, cold_v) = world.kv_of(second)[0], world.kv_of(cold)[0]
+    (last,) = [span for span in spans if span["donor_start"] + span["length"] > len(first)]
+    inside = slice(last["target_start"] + 32, last["target_start"] + last["length"] - 1)
+    # What decoding computed for a token and what a prefill does are the same but for rounding.
+    assert float((v[inside] - cold_v[inside]).abs().max()) < 1e-4

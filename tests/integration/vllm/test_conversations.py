@@ -508,4 +508,48 @@ def test_the_donor_of_a_conversation_that_goes_on_is_told_to_the_workers():
     world.half.finish("other")
     _, orders = answer(world, "two", [*request.all_token_ids, 1, 2, 3], local=432, said=1)
     assert world.half.semblend.donors()[-1].donor_id == "one+answer", "the last to leave"
-    assert orders.continued == [("one+answer", 2)]
+    assert orders.kept_first == [("one+answer", 2, 600.0)]
+
+
+def declared(name, tokens, base, **rest):
+    return FakeRequest(name, tokens, kv_transfer_params={"semblend": {"edit": {"base": base}}}, **rest)
+
+
+def two_histories():
+    """A conversation and a newer one that holds most of its tokens too; a prompt edited from the first."""
+    world = World()
+    _, orders = answer(world, "chatcmpl-a-1a2b3c4d", FRESH)
+    keep(world, orders)
+    other, computed = [*range(500, 540), *DOCUMENT[:150], 1, 2, 3, *DOCUMENT[150:]], {"quality": "exact"}
+    _, orders = answer(world, "chatcmpl-b-1a2b3c4d", other, kv_transfer_params={"semblend": computed})
+    keep(world, orders)
+    return world, [*range(40), *DOCUMENT[40:], *range(8000, 8020)]
+
+
+@pytest.mark.parametrize("base", ["chatcmpl-a", "chatcmpl-a-1a2b3c4d"])
+def test_a_declared_base_is_the_donor_and_is_kept_first(base):
+    world, edited = two_histories()
+    _, orders = world.admit(declared("edited", edited, base))
+    assert {span.donor_id for span in orders.loads[0].spans} == {"chatcmpl-a-1a2b3c4d+answer"}
+    world.served(orders)
+    world.half.finish("edited")
+    assert ("chatcmpl-a-1a2b3c4d+answer", 2, 600.0) in world.step().kept_first
+    assert world.half.sessions.lineage.find("edited", lambda name: name.endswith("+answer")), "an edit of an edit"
+
+
+@pytest.mark.parametrize("base", ["nobody", "chatcmpl-b", "", 7, None])
+def test_a_wrong_declaration_finds_what_none_finds(base):
+    claims = []
+    for request in (FakeRequest, lambda name, tokens: declared(name, tokens, base)):
+        world, edited = two_histories()
+        claimed, orders = world.admit(request("edited", edited))
+        claims.append((claimed, sum(span.length for span in orders.loads[0].spans)))
+    assert claims[0] == claims[1]
+
+
+def test_a_base_of_another_tenant_is_not_heard():
+    world, edited = two_histories()
+    claimed, orders = world.admit(declared("theirs", edited, "chatcmpl-a", salt="theirs"))
+    assert (claimed, orders.loads) == (0, [])
+    world.told(orders)
+    assert world.step().kept_first == []

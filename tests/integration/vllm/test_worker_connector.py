@@ -671,7 +671,7 @@ class Busy(Worker):
             pins=[("pinned", 1, False)],
             publications=[Publication("pinned", 1, "key", "digest")],
             heirs=[(("forgotten", 1), ("pinned", 1))],
-            continued=[("pinned", 1)],
+            kept_first=[("pinned", 1, 600.0)],
             ended=[Capture("ended", 1, 83, tuple(range(6)))],
         )
         self.half.before_step(orders)

@@ -50,6 +50,33 @@ def test_kv_hints_and_session_ids_reach_the_engine_as_they_were_sent(build):
     run(test())
 
 
+OURS = {"edit": {"base": "chatcmpl-7f"}}
+
+
+@pytest.mark.parametrize(
+    ("said", "sent"),
+    [
+        (None, {"semblend": OURS}),
+        ({"a": 1, "semblend": {"quality": "fast"}}, {"a": 1, "semblend": {"quality": "fast"} | OURS}),
+        ({"semblend": {"edit": {"base": "own"}}}, {"semblend": {"edit": {"base": "own"}}}),
+        ("nonsense", "nonsense"),
+    ],
+)
+def test_an_edit_that_a_header_declares_reaches_engines_that_read_a_field_and_those_that_read_headers(said, sent):
+    async def test():
+        async with ScriptedEngine() as engine:
+            app = build_router(EdgeSettings(replicas=(engine.url,), trace=False))
+            more = {} if said is None else {"kv_transfer_params": said}
+            await ask(app, "POST", CHAT, body=chat(**more), headers={"X-SemBlend-Edit": "chatcmpl-7f"})
+            await ask(app, "POST", CHAT, body=chat(**more))
+            declared, plain = engine.requests
+            assert json.loads(declared.body)["kv_transfer_params"] == sent
+            assert declared.headers["x-semblend-edit"] == "chatcmpl-7f"
+            assert plain.body == chat(**more)
+
+    run(test())
+
+
 def test_a_session_in_the_body_keeps_its_replica_too():
     async def test():
         async with ScriptedEngine() as one, ScriptedEngine() as two:

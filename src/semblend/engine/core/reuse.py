@@ -35,7 +35,7 @@ from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.prompt import Namespace, Prompt
 from semblend.session.local import describe_outcome
 from semblend.session.session import LoadResult, ReuseSession, SessionRequest
-from semblend.session.sessions import ACTIVE_S, EngineTraits, Sessions
+from semblend.session.sessions import EngineTraits, Sessions
 from semblend.wire.request import Request
 
 ENGINE_NAME = "semblend"
@@ -88,7 +88,9 @@ class Reuse:
 
     def open(self, request: Request, prompt: Prompt) -> ReuseSession:
         """The session of a request that has come."""
-        asked = SessionRequest(request.request_id, prompt, quality=request.quality, opt_out=request.opt_out)
+        asked = SessionRequest(
+            request.request_id, prompt, quality=request.quality, opt_out=request.opt_out, base=request.base
+        )
         return self.sessions.make(asked)
 
     def may_fill(self, session: ReuseSession) -> bool:
@@ -181,6 +183,7 @@ class Reuse:
                 self.semblend.forget(donor_id, reason="engine")  # a donor without KV must not be found
                 raise
             session.keep(tokens)
+            self.sessions.lineage.note(sequence.request_id, donor_id)
             self._supersede(donor)
             if self.directory is not None:
                 self.directory.publish(donor_id, donor.generation, prompt)
@@ -239,17 +242,22 @@ class Reuse:
         held = dict.fromkeys((span.donor_id, span.generation) for span in named.spans)
         return [] if donors is None else [donor_id for donor_id, made in held if not donors.holds(donor_id, made)]
 
-    def note_continued(self, session: ReuseSession) -> None:
-        donor, donors = self.semblend.find_beginning(session.prompt), self.donor_kv
+    def find_beginning(self, session: ReuseSession) -> str | None:
+        donor = self.semblend.find_beginning(session.prompt)
+        return None if donor is None else donor.donor_id
+
+    def keep_first(self, donor_id: str, seconds: float) -> None:
+        donor, donors = self.semblend.get_donor(donor_id), self.donor_kv
         if donor is not None and donors is not None:
-            self.semblend.keep(donor.donor_id, ACTIVE_S)
-            donors.keep(donor.donor_id, donor.generation, ACTIVE_S)
+            self.semblend.keep(donor_id, seconds)
+            donors.keep(donor_id, donor.generation, seconds)
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
     def _supersede(self, donor: Donor) -> None:
         """Earlier turns of a conversation are in its newest donor; the directory's go when their writers say so."""
         for older in self.semblend.supersede(donor.donor_id, lambda name: not is_key(name)):
+            self.sessions.lineage.note(older.donor_id, donor.donor_id)
             if self._blender is not None:
                 self._blender.note_heir((older.donor_id, older.generation), (donor.donor_id, donor.generation))
 

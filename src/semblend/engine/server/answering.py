@@ -27,6 +27,7 @@ from semblend.engine.server.service import ArrangedChat, ParsedBody, Service, re
 from semblend.engine.server.serving import merge
 from semblend.engine.server.tenants import Identity
 from semblend.prompt import Prompt
+from semblend.quality import EDIT_HEADER, read_base
 from semblend.text.token_budget import TokenBudget, TooManyTokensError
 from semblend.wire.answer import Answer, Chunk, FinishReason, Head, Spent
 from semblend.wire.body import SMALL_BODY_BYTES
@@ -274,6 +275,7 @@ class Call:
             replace(asked.sampling, max_tokens=limit),
             quality=asked.reuse.quality,
             opt_out=not asked.reuse.reuse,
+            base=asked.reuse.base or read_base({"base": self._request.headers.get(EDIT_HEADER)}),
         )
 
     async def _tokenize(self) -> Sequence[int]:

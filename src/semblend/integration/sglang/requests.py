@@ -32,6 +32,7 @@ def read_request(
         quality=asked.quality,
         opt_out=asked.opt_out,
         answered=len(req.output_ids) > 0,
+        base=asked.base,
         source=req,
     )
 

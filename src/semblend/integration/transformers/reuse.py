@@ -124,16 +124,18 @@ class TransformersReuse:
         tenant: str = "",
         salt: str = "",
         quality: str | float | None = None,
+        base: str = "",
         **arguments: Any,
     ) -> Answer:
         """``model.generate()`` with reuse. What cannot be served (batches, beams) runs without, and an event says why.
 
-        ``tenant`` and ``salt`` wall donors off; ``quality`` is this prompt's own. Everything else goes to the model.
+        ``tenant`` and ``salt`` wall donors off; ``quality`` is this prompt's own. ``base``: the ``request_id`` of the
+        receipt whose prompt this one was edited from. Everything else goes to the model.
         """
         with self._lock:
             if why := refuse_call(input_ids, attention_mask, Options(arguments, self.model)):
                 return Answer(self._call(input_ids, attention_mask, arguments), self._note_refused(input_ids, why))
-            cache = self.prepare(input_ids, tenant=tenant, salt=salt, quality=quality)
+            cache = self.prepare(input_ids, tenant=tenant, salt=salt, quality=quality, base=base)
             try:
                 output = self._call(input_ids, attention_mask, {**arguments, "past_key_values": cache})
             except BaseException:
@@ -148,6 +150,7 @@ class TransformersReuse:
         tenant: str = "",
         salt: str = "",
         quality: str | float | None = None,
+        base: str = "",
     ) -> ReuseCache:
         """A cache for this prompt, ``[1, tokens]`` or ``[tokens]``, to be handed to generate() as past_key_values.
 
@@ -163,6 +166,7 @@ class TransformersReuse:
                 prompt,
                 longest_prefix=len(prompt) - 1,
                 quality=None if quality is None else parse_quality(str(quality)),
+                base=base,
             )
             try:
                 self._prepare(waiting, cache)

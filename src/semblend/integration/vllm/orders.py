@@ -65,8 +65,8 @@ class Orders:
     with this step; they come back in the report. ``freed``: requests whose KV was to be copied and whose blocks belong
     to others from this step on. ``pins``: donors whose KV is to be held, or no longer, whatever else wants the room.
     ``publications``: donors captured before that go to the donor directory. ``heirs``: dropped donors, each with the
-    one that holds all of its tokens. ``continued``: donors from which a conversation goes on. ``ended``: as
-    ``captures``, of requests whose blocks belong to others from this step on.
+    one that holds all of its tokens. ``kept_first``: donors from which a conversation goes on, and for how many seconds
+    they leave after others. ``ended``: as ``captures``, of requests whose blocks belong to others from this step on.
     """
 
     loads: list[Load] = field(default_factory=list)
@@ -79,7 +79,7 @@ class Orders:
     pins: list[tuple[str, int, bool]] = field(default_factory=list)
     publications: list[Publication] = field(default_factory=list)
     heirs: list[tuple[tuple[str, int], tuple[str, int]]] = field(default_factory=list)
-    continued: list[tuple[str, int]] = field(default_factory=list)
+    kept_first: list[tuple[str, int, float]] = field(default_factory=list)
     ended: list[Capture] = field(default_factory=list)
 
 

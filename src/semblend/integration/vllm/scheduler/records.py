@@ -242,6 +242,7 @@ def make_record(request: Any, facts: EngineFacts, settings: ConnectorSettings) -
         quality=options.quality,
         unsupported=explain_decline(request, require_cache_salt=settings.require_cache_salt) or "",
         opt_out=options.opt_out,
+        base=options.base,
         source=request,
     )
     return Record(asked, choose_mode(settings.config, options.quality, namespace.tenant))
@@ -258,7 +259,8 @@ def read_options(request: Any) -> RequestOptions:
     said = (own, *reversed(hints))
     quality = next((one.quality for one in said if one.quality), None)
     opt_out, forget = any(one.opt_out for one in said), any(one.forget for one in said)
-    return RequestOptions(opt_out, "exact" if forget else quality, forget)
+    base = next((one.base for one in said if one.base), "")
+    return RequestOptions(opt_out, "exact" if forget else quality, forget, base)
 
 
 def _iterate_hints(envelope: Any) -> Iterator[Any]:

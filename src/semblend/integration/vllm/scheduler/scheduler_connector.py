@@ -80,6 +80,7 @@ class SchedulerConnector:
             quality=QualitySettings(seam_tokens=seam_tokens),
             outcomes=outcomes,
         )
+        self.donors.lineage = self.sessions.lineage
         self.healing = PrefixHealing(settings.heal_prefixes, facts.hash_block_tokens, seam_tokens, self.report_failure)
         self._clock = clock
         self._answered: dict[str, tuple[float, float]] = {}  # whose receipts are due, and when they were answered
@@ -258,7 +259,7 @@ class SchedulerConnector:
         orders.captures, orders.served = captures, served
         orders.ended, self._ended = self._ended, []
         orders.drops, orders.pins = self.donors.take_drops(), self.donors.take_pins()
-        orders.heirs, orders.continued = self.donors.take_heirs(), self.donors.take_continued()
+        orders.heirs, orders.kept_first = self.donors.take_heirs(), self.donors.take_kept_first()
         orders.publications = self.donors.take_publications()
         return orders
 

@@ -15,8 +15,9 @@ from semblend.integration.vllm.scheduler.records import EngineFacts, Record
 from semblend.materialize.donors.directory import GENERATION, Publication, SharedDonors
 from semblend.plan.reuse_plan import ReusePlan
 from semblend.prompt import Namespace, Prompt
+from semblend.session.lineage import Lineage
 from semblend.session.session import ReuseSession
-from semblend.session.sessions import ACTIVE_S, NEW_PART
+from semblend.session.sessions import NEW_PART
 
 ReportFailure = Callable[[str, str, str], None]
 Answer = TypeVar("Answer")
@@ -94,7 +95,8 @@ class WorkerDonors:
         self._pins: list[tuple[str, int, bool]] = []  # for the workers: donor, generation, on or off
         self._heirs: list[tuple[tuple[str, int], tuple[str, int]]] = []  # for the workers: a dropped donor, its heir
         self._earlier: dict[str, list[str]] = {}  # donors that each one has superseded
-        self._continued: list[tuple[str, int]] = []
+        self._kept_first: list[tuple[str, int, float]] = []  # for the workers: donor, generation, how long
+        self.lineage = Lineage()  # the sessions' own, once there are some
         self.resets: ResetWatch | None = None
         self.admin: DonorAdmin | None = None
         self._publications: list[Publication] = []
@@ -215,6 +217,7 @@ class WorkerDonors:
             return
         self._held[donor_id] = generation
         self.epoch += 1
+        self.lineage.note(donor_id.removesuffix(ANSWERED), donor_id)
         self._supersede(donor_id, generation)
         if (publication := self._publish(donor_id, generation, prompt)) is not None:
             self._publications.append(publication)
@@ -224,16 +227,20 @@ class WorkerDonors:
         older = self._semblend.supersede(donor_id, lambda name: self._held.get(name, GENERATION) != GENERATION)
         names = [one.donor_id for one in older]
         if names:
+            for name in names:
+                self.lineage.note(name, donor_id)
             self._heirs += [(key, (donor_id, generation)) for key in self._drops if key[0] in names]
             self._earlier[donor_id] = [name for one in names for name in (one, *self._earlier.pop(one, ()))]
 
-    def note_continued(self, session: ReuseSession) -> None:
-        """Told by block hashes: nobody has to look at the tokens of a prompt that vLLM holds."""
+    def find_beginning(self, session: ReuseSession) -> str | None:
+        """Found by block hashes: nobody has to look at the tokens of a prompt that vLLM holds."""
         namespace, hashes = session.prompt.namespace.digest, session.request.source.block_hashes
-        key = self._prefixes.find_beginning(namespace, hashes)
-        if key is not None and self._held.get(key[0]) == key[1]:
-            self._semblend.keep(key[0], ACTIVE_S)
-            self._continued.append(key)
+        donor_id, generation = self._prefixes.find_beginning(namespace, hashes) or ("", -1)
+        return donor_id if self.find_generation(donor_id) == generation != -1 else None
+
+    def keep_first(self, donor_id: str, seconds: float) -> None:
+        self._semblend.keep(donor_id, seconds)
+        self._kept_first.append((donor_id, self.find_generation(donor_id), seconds))
 
     def note_report(self, report: Report) -> None:
         """What the workers have captured, could not capture, and lost."""
@@ -318,9 +325,9 @@ class WorkerDonors:
         heirs, self._heirs = self._heirs, []
         return heirs
 
-    def take_continued(self) -> list[tuple[str, int]]:
-        continued, self._continued = self._continued, []
-        return continued
+    def take_kept_first(self) -> list[tuple[str, int, float]]:
+        kept, self._kept_first = self._kept_first, []
+        return kept
 
     def take_pins(self) -> list[tuple[str, int, bool]]:
         pins, self._pins = self._pins, []

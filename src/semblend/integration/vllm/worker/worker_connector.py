@@ -46,7 +46,6 @@ from semblend.plan.times import Timed, Work
 from semblend.quality import find_path
 from semblend.session.local import describe_outcome
 from semblend.session.session import LoadResult
-from semblend.session.sessions import ACTIVE_S
 
 log = logging.getLogger("vllm.semblend")
 
@@ -375,12 +374,12 @@ class WorkerConnector(RefusingConnector):
     def _keep_donors(self, orders: Orders) -> None:
         """Let go of donors that are forgotten; hold those that an operator has pinned, keep those of conversations."""
         drops, orders.drops = orders.drops, []
-        heirs, continued, orders.heirs, orders.continued = orders.heirs, orders.continued, [], []
+        heirs, kept_first, orders.heirs, orders.kept_first = orders.heirs, orders.kept_first, [], []
         for donor, heir in heirs:
             for blender in self._blenders.values():
                 blender.note_heir(donor, heir)
-        for donor_id, generation in continued:
-            self.donor_kv.keep(donor_id, generation, ACTIVE_S)
+        for donor_id, generation, seconds in kept_first:
+            self.donor_kv.keep(donor_id, generation, seconds)
         pins = {donor_id: (donor_id, generation, on) for donor_id, generation, on in (*self._pins, *orders.pins)}
         orders.pins, self._pins = [], []
         for donor_id, generation in drops:

@@ -234,14 +234,14 @@ def edited_prompts(
         for number, run in enumerate(runs):
             others = [one for one in (*runs[number + 1 :], *runs[:number]) if one.half == run.half]
             others = [one for one in others if one.dataset == run.dataset and one.cluster != run.cluster]
-            filled, own = _fill(run, others, count_tokens, length)
+            filled, own = fill(run, others, count_tokens, length)
             found = _cut(filled, how, count_tokens, length, turn, own)
             if found is not None:
                 dataset = f"{run.dataset}, joined" if own else run.dataset
                 yield EditedPrompt(f"{how}/{run.name}/{length}/{turn}", run, dataset, *found)
 
 
-def _fill(run: Run, others: Sequence[Run], count: Callable[[Message], int], length: int) -> tuple[Run, int]:
+def fill(run: Run, others: Sequence[Run], count: Callable[[Message], int], length: int) -> tuple[Run, int]:
     """The run, behind others of its data set where it is too short; where its own messages begin, 0 where they do."""
     lead, size = _count_lead(run.messages), sum(map(count, run.messages))
     front: list[Message] = []

@@ -250,3 +250,19 @@ def test_an_answer_behind_an_exact_prompt_is_a_part_of_the_donor():
     sessions.sessions.note_prompt("r", row, answered)
     (donor,) = sessions.sessions.semblend.donors()
     assert sessions.sessions.semblend.donor_tokens(donor.donor_id).tolist() == [*DOCUMENT, *answered]
+
+
+@pytest.mark.parametrize(("said", "busy", "kept"), [(80, False, True), (80, True, False), (20, False, False)])
+def test_an_answer_that_comes_later_takes_the_prompts_place_where_it_is_long_and_nobody_waits(said, busy, kept):
+    world = LocalWorld()
+    answered = [(3 * n) % 31 + 1 for n in range(said)]
+    row = world.slots.take(len(DOCUMENT) + said)
+    world.engine.forward(Rows.of([*DOCUMENT, *answered], list(range(len(row))), row))
+    world.sessions.offer(world.request("r", DOCUMENT), 0)
+    world.sessions.note_prompt("r", row[: len(DOCUMENT)])
+    world.sessions.note_answered("r", row, answered, busy=busy)
+    (donor,) = world.sessions.semblend.donors()
+    assert donor.token_count == len(DOCUMENT) + (said if kept else 0)
+    edited = world.request("edited", [9, 9, *DOCUMENT[40:], *answered[:60], 8], base="r")
+    assert bool(world.sessions.offer(edited, 0))
+    assert world.sessions.find("edited").decision.donor_ids == (donor.donor_id,), "the caller names its request"

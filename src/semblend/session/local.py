@@ -345,6 +345,18 @@ class LocalSessions:
             self._capture(session, slots[:tokens], answered)
         return self._sessions.confirm(session)
 
+    def note_answered(self, request_id: str, slots: Tensor, answered: Sequence[int], *, busy: bool) -> None:
+        """It has ended; prompt and ``answered`` lie in ``slots``, and become one donor where the answer is worth it.
+
+        ``busy``: others run, and would wait for a copy that leaves the device.
+        """
+        session = self.find(request_id)
+        if session is None or session.request.answered:
+            return
+        tokens = self._sessions.count_answered_tokens(session, len(session.prompt) + len(answered))
+        if tokens and (not busy or self.donors.kv.is_for_device(self._model.layout, tokens)):
+            self._capture(session, slots[:tokens], answered)
+
     def forget(self, request_id: str) -> None:
         """The request is gone, whatever fails. Slots of a load go back; those in its row are the engine's to free."""
         session = self._book.pop(request_id, None)

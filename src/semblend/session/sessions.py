@@ -34,6 +34,7 @@ from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.plan.selection import keep_in_order, leave_out_repetitions
 from semblend.plan.times import AT_ONCE, NOTHING, PASSES, Forecast, Timed, TimeModel, Work
 from semblend.quality import choose_quality, read_nats
+from semblend.session.edit_debts import EditDebts
 from semblend.session.lineage import Lineage
 from semblend.session.session import NEVER, Expectation, LoadResult, ReuseSession, SessionRequest, State
 from semblend.session.trial import KindSwitches, Trial
@@ -119,7 +120,7 @@ class Sessions:
         self.quality = QualitySettings() if quality is None else quality
         self.outcomes = OutcomeMemory() if outcomes is None else outcomes
         self.times, self.trial, self.read_clock = TimeModel(), Trial(self.config.control_share), clock
-        self.switches, self.lineage = KindSwitches(), Lineage()
+        self.switches, self.lineage, self.debts = KindSwitches(), Lineage(), EditDebts()
 
     def note_start(self, times: Sequence[Timed]) -> None:
         """How long a pass over few rows, one over many, and a load took when the engine started."""
@@ -225,6 +226,8 @@ class Sessions:
 
     def _predict_loss(self, session: ReuseSession, plan: ReusePlan, expected: Expectation) -> Decline | None:
         """Why a plan is not begun: it does not pay, or its request was drawn to compare; None where it is begun."""
+        if PlanShape.of(plan).is_edited and (why := self.debts.settle(plan, expected.forecast)):
+            return Decline(DeclineReason.BELOW_BREAK_EVEN, why)
         verdict = self.outcomes.judge(plan, session.prompt.namespace, expected.forecast, session.mode)
         if verdict.decline is None or verdict.is_by_cost:
             switched = self.switches.note(expected.kind, begun=verdict.decline is None)
@@ -443,7 +446,10 @@ class Sessions:
             return
         donor_id = None
         if session.plan is not None and not session.shares:
-            donor_id = session.plan.donor_ids[0] if PlanShape.of(session.plan).is_edited else None
+            if PlanShape.of(session.plan).is_edited:
+                donor_id = session.plan.donor_ids[0]
+                if session.expected is not None and session.exact_until is not None:
+                    self.debts.note(session.plan, session.expected.forecast)
         elif session.exact_tokens >= self.traits.donor_min_new_tokens:
             donor_id = self.donors.find_beginning(session)
         if donor_id is not None:

@@ -133,3 +133,19 @@ def test_an_opted_out_request_neither_reuses_nor_donates(world):
     assert world.receipt(after).reused_tokens == 0
     (out,) = world.ask(put_behind(world, 3, document), opt_out=True)
     assert world.receipt(out).reused_tokens == 0
+
+
+def test_a_conversation_is_one_donor_with_its_answer_and_an_edited_one_finds_both(world):
+    first = put_behind(world, 1, world.document(71))
+    (answer,) = world.ask(first, tokens=120)
+    (donor,) = world.sessions.semblend.donors()
+    assert donor.token_count == len(first) + 119, "the last token was said, not computed"
+    words = [*first, *answer.tokens]
+    cut = len(world.instruction(1)) + 32
+    edited = [*words[:cut], *words[cut + 64 :], *world.question("And now?")]
+    cold = world.cold(edited)
+    (second,) = world.ask(edited, quality="fast")
+    spans = world.receipt(second).spans
+    assert {span.donor_id for span in spans} == {donor.donor_id}
+    assert max(span.donor_start + span.length for span in spans) > len(first) + 80
+    assert second.tokens[:1] == cold.tokens[:1]

@@ -245,6 +245,8 @@ class SemBlendRadixCache(UnifiedRadixCache):
         published = up_to if exact_until is None else min(up_to, exact_until)
         super().checkpoint(req, up_to=published, **more)
         self._guard("publish", req.rid, lambda _: self._note_published(req, published, whole=exact_until is None), None)
+        if req.finished():
+            self._guard("answer", req.rid, lambda sessions: self._note_answered(sessions, req, up_to), None)
 
     def _note_published(self, req: Any, published: int, *, whole: bool) -> None:
         self._note_use(req, published)
@@ -274,6 +276,15 @@ class SemBlendRadixCache(UnifiedRadixCache):
             self._wait_for_step()
             row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :length]
             show_receipt(req, sessions.note_prompt(req.rid, row.long()))
+
+    def _note_answered(self, sessions: LocalSessions, req: Any, up_to: int) -> None:
+        prompt, tokens = len(req.origin_input_ids), list(req.full_untruncated_fill_ids[:up_to])
+        if len(tokens) > prompt and sessions.find_source(req.rid) is req:
+            self._wait_for_step()
+            row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(tokens)]
+            rows = self.req_to_token_pool
+            others = rows.size - rows.available_size() > 1
+            sessions.note_answered(req.rid, row.long(), tokens[prompt:], busy=others)
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         super().on_release(req, checkpointed=checkpointed)

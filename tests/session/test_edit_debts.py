@@ -1,0 +1,64 @@
+"""Edits in a row: when a history is computed once, exactly, so that the next edits have less to compute."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from semblend.plan.reuse_plan import ReusePlan
+from semblend.plan.times import Forecast
+from semblend.session.edit_debts import EditDebts
+from semblend.span import Span
+
+PLAN = ReusePlan((Span("d", 0, 10, 80),), 100)
+
+
+def forecast(reuse: float, cold: float = 100.0) -> Forecast:
+    return Forecast(reuse, cold, timed=True)
+
+
+def run(growth: float, edits: int, first: float = 20.0, cold: float = 100.0) -> tuple[float, list[int]]:
+    """What so many edits in a row cost where each has ``growth`` more to compute; and which of them were computed."""
+    debts, since, spent, healed = EditDebts(), 0, 0.0, []
+    for number in range(edits):
+        expected = forecast(first + growth * since, cold)
+        if expected.reuse >= cold or debts.settle(PLAN, expected):
+            spent, since = spent + cold, 0
+            healed.append(number)
+        else:
+            debts.note(PLAN, expected)
+            spent, since = spent + expected.reuse, since + 1
+    return spent, healed
+
+
+def test_edits_that_cost_more_each_time_are_ended_by_one_that_is_computed():
+    _, healed = run(growth=5.0, edits=30)
+    assert 2 <= len(healed) <= 6
+    assert healed[0] > 2
+
+
+def test_edits_that_always_cost_the_same_are_never_computed():
+    assert run(growth=0.0, edits=1000)[1] == []
+
+
+@given(st.floats(0.1, 60.0), st.integers(1, 40), st.floats(1.0, 90.0))
+def test_whatever_comes_it_costs_at_most_twice_as_much_as_knowing_it_beforehand(growth, edits, first):
+    best = [0.0]  # the least that so many edits cost
+    for count in range(1, edits + 1):
+        never = sum(min(100.0, first + growth * since) for since in range(count))
+        ways = [
+            best[count - last] + 100.0 + sum(min(100.0, first + growth * since) for since in range(last - 1))
+            for last in range(1, count + 1)
+        ]
+        best.append(min(never, *ways))
+    assert run(growth, edits, first)[0] <= 2 * best[edits] + 1e-6
+
+
+def test_donors_are_told_apart_and_the_least_recently_edited_is_forgotten():
+    debts = EditDebts(most=2)
+    for name in "abc":
+        debts.note(ReusePlan((Span(name, 0, 10, 80),), 100), forecast(1.0))
+    assert len(debts) == 2
+    assert debts.settle(ReusePlan((Span("a", 0, 10, 80),), 100), forecast(99.0)) is None
+    assert debts.settle(ReusePlan((Span("c", 0, 10, 80),), 100), forecast(99.0)) is not None
+    assert len(debts) == 1

@@ -26,7 +26,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("transformers_reuse", "ttft"), ()),
     **dict.fromkeys(("arrange", "estimate", "eviction", "peers", "recall", "sembench_offline", "speed"), ("data",)),
     "sglang_classes": ("data", "model"),
-    **dict.fromkeys(("quality", "vllm_http", "vllm_load", "vllm_mixed", "vllm_pays", "vllm_ttft"), ("gpu",)),
+    **dict.fromkeys(("quality", "vllm_http", "vllm_load", "vllm_mixed", "vllm_pays", "vllm_ttft", "agents"), ("gpu",)),
 }
 """What a script needs beside `make setup`, for the figures that are published."""
 HOW = {

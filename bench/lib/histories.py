@@ -35,6 +35,8 @@ LEAST_MESSAGES = 6
 CALLS_OF_A_RUN = 3
 """Prompts of one run, at different calls, for each length."""
 KEPT_RESULTS = 2
+DEPTHS = (2, 5, 10)
+"""So many edits in a row lie behind some prompts: the last exact one is that many calls back."""
 CLEARED = ("[old tool result cleared]", "(This result was removed to save space.)")
 SUMMARY = ("Summary of the conversation so far:\n", "What happened before, in short:\n")
 SUMMARY_WORDS = (14, 8)
@@ -220,9 +222,11 @@ class EditedPrompt:
 
 
 def edited_prompts(
-    runs: Sequence[Run], how: str, count_tokens: Callable[[Message], int], length: int
+    runs: Sequence[Run], how: str, count_tokens: Callable[[Message], int], length: int, depth: int = 1
 ) -> Iterator[EditedPrompt]:
     """Prompts of about ``length`` tokens before the edit, one run after the other, then their next calls.
+
+    ``depth``: the last exact prompt lies so many calls back, as where each of them was edited.
 
     >>> talk = [Message("user" if i % 2 else "assistant", f"{i}") for i in range(1, 13)]
     >>> run = Run("r", "r", "made up", (Message("system", "be kind"), *talk))
@@ -235,10 +239,11 @@ def edited_prompts(
             others = [one for one in (*runs[number + 1 :], *runs[:number]) if one.half == run.half]
             others = [one for one in others if one.dataset == run.dataset and one.cluster != run.cluster]
             filled, own = fill(run, others, count_tokens, length)
-            found = _cut(filled, how, count_tokens, length, turn, own)
+            found = _cut(filled, how, count_tokens, length, turn, own, depth)
             if found is not None:
                 dataset = f"{run.dataset}, joined" if own else run.dataset
-                yield EditedPrompt(f"{how}/{run.name}/{length}/{turn}", run, dataset, *found)
+                name = how if depth == 1 else f"{how} {depth} times"
+                yield EditedPrompt(f"{name}/{run.name}/{length}/{turn}", run, dataset, *found)
 
 
 def fill(run: Run, others: Sequence[Run], count: Callable[[Message], int], length: int) -> tuple[Run, int]:
@@ -257,7 +262,7 @@ def fill(run: Run, others: Sequence[Run], count: Callable[[Message], int], lengt
 
 
 def _cut(
-    run: Run, how: str, count: Callable[[Message], int], length: int, turn: int, own: int
+    run: Run, how: str, count: Callable[[Message], int], length: int, turn: int, own: int, depth: int
 ) -> tuple[tuple[Message, ...], tuple[Message, ...], tuple[Message, ...]] | None:
     """Before, now, and now in other words, at a call that has room; None where the edit changes nothing there.
 
@@ -269,13 +274,13 @@ def _cut(
         sizes.append(total)
     calls = [call for call in run.calls if sizes[call - 1] <= length]
     at = len(calls) - 1 - 2 * turn
-    if at < 1 or calls[at - 1] <= own or sizes[calls[at] - 1] < length / 3:
+    if at < depth or calls[at - 1] <= own or sizes[calls[at] - 1] < length / 3:
         return None
     history = run.messages[: calls[at]]
     now, reworded = (tuple(EDITS[how](history, wording)) for wording in (0, 1))
     if now in (history, reworded):
         return None
-    return run.messages[: calls[at - 1]], now, reworded
+    return run.messages[: calls[at - depth]], now, reworded
 
 
 def find_call(text: str) -> str:

@@ -30,6 +30,7 @@ import lib.reporting as reporting
 from lib import real_texts
 from lib.histories import (
     BLOCK_TOKENS,
+    DEPTHS,
     EDITS,
     EditedPrompt,
     Message,
@@ -86,7 +87,7 @@ class Case:
     @property
     def is_history(self) -> bool:
         """Whether an agent edited its history: rows then hold no text of answers."""
-        return self.scenario in EDITS
+        return self.scenario.partition("_x")[0] in EDITS
 
     @property
     def alone(self) -> tuple[tuple[tuple[int, ...], ...], tuple[Span, ...]]:
@@ -377,7 +378,7 @@ def _edited(
     return donor + text[here:], spans
 
 
-def _histories(how: str) -> Callable[[_Source], Iterator[Case]]:
+def _histories(how: str, depth: int = 1) -> Callable[[_Source], Iterator[Case]]:
     def make(source: _Source) -> Iterator[Case]:
         """Lengths take turns, so that a run cut short has some of each."""
         runs = read_runs(source.folder / "agent_traces")
@@ -389,12 +390,12 @@ def _histories(how: str) -> Callable[[_Source], Iterator[Case]]:
                 held[message] = source.encode(source.form.message.format(role=role, text=message.text))
             return held[message]
 
-        lines = [edited_prompts(runs, how, lambda one: len(encode(one)), length) for length in source.lengths]
+        lines = [edited_prompts(runs, how, lambda one: len(encode(one)), length, depth) for length in source.lengths]
         asked = source.encode(source.form.end.partition("\n")[2])
         for turn in itertools.zip_longest(*lines):
             for found in turn:
                 if found is not None:
-                    yield make_history(found, how, encode, asked)
+                    yield make_history(found, how if depth == 1 else f"{how}_x{depth}", encode, asked)
 
     return make
 
@@ -425,6 +426,7 @@ SCENARIOS: dict[str, Callable[[_Source], Iterator[Case]]] = {
     "summarization": summarization,
     "subset": subset,
     **{how: _histories(how) for how in EDITS},
+    **{f"cleared_x{depth}": _histories("cleared", depth) for depth in DEPTHS},
 }
 
 

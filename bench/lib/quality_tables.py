@@ -38,10 +38,13 @@ def _names(rows: Iterable[Row], key: str) -> list[str]:
     return list(dict.fromkeys(row[key] for row in rows))
 
 
+def _is_history(row: Row) -> bool:
+    return row["scenario"].partition("_x")[0] in EDITS
+
+
 def show(report: reporting.Report, rows: Sequence[Row]) -> None:
-    edited = [row for row in rows if row["scenario"] in EDITS]
-    _edited_histories(report, edited)
-    rows = [row for row in rows if row["scenario"] not in EDITS]
+    _edited_histories(report, [row for row in rows if _is_history(row)])
+    rows = [row for row in rows if not _is_history(row)]
     for scenario in _names(rows, "scenario"):
         _by_recipe(report, scenario, [row for row in rows if row["scenario"] == scenario])
     _by_dataset(report, rows)

@@ -34,7 +34,7 @@ from lib.vllm_server import VllmServer
 
 ANSWER_TOKENS = 16
 ARMS = {"stock": "", "ours": "balanced", "fast": "fast"}
-RECEIPT = ("reason", "detail", "risk", "mode", "kind", "exact_tokens", "reused_tokens", "recomputed_tokens",
+RECEIPT = ("reason", "detail", "risk", "mode", "exact_tokens", "reused_tokens", "recomputed_tokens",
            "prefill_tokens", "lookup_ms", "service_ms", "expected_ms", "expected_cold_ms")  # fmt: skip
 Ask = Callable[[str, Sequence[int], str, str], dict[str, Any]]
 
@@ -153,7 +153,7 @@ def tabulate_steps(rows: list[dict[str, Any]]) -> list[list[Any]]:
     """By length and step: times of both, tokens computed, and what of the gap to an exact hit is closed."""
     lines = []
     once = [row for row in rows if row["kind"] not in ("ten edits", "whole run")]
-    for length in sorted({row["length"] for row in once}):
+    for length in sorted({row["length"] for row in once if row["what"] == "exact hit"}):
         mine = [row for row in once if row["length"] == length]
         by_step = {(row["script"], row["what"], row["arm"]): row for row in mine}
         names = [script for script, what, arm in by_step if (what, arm) == ("exact hit", "stock")]

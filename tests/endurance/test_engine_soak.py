@@ -31,7 +31,7 @@ def test_mixed_requests_over_a_small_pool_leak_nothing_and_stay_right(tmp_path, 
     assert seen.evicted["engine"] > 10
     assert seen.compared >= 3
     assert {"length", "stop", "cancelled"} <= set(seen.finished)
-    assert seen.outcomes["backend_materialized_reuse"] > 10
+    assert seen.outcomes["backend_materialized_reuse"] > 5
     assert all(seen.tokens[kind] for kind in ("exact", "reused", "recomputed", "prefill"))
     engine.reuse.donor_kv.close()
 

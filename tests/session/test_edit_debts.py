@@ -7,10 +7,20 @@ from hypothesis import strategies as st
 
 from semblend.plan.reuse_plan import ReusePlan
 from semblend.plan.times import Forecast
-from semblend.session.edit_debts import EditDebts
+from semblend.session.edit_debts import FOLLOWING, EditDebts, EditedHistory
 from semblend.span import Span
 
-PLAN = ReusePlan((Span("d", 0, 10, 80),), 100)
+MESSAGES = tuple(range(1000, 1000 + 2 * FOLLOWING))
+
+
+def history(donor_id: str = "d", behind: tuple[int, ...] = MESSAGES, start: int = 10) -> EditedHistory | None:
+    """A prompt that holds 80 tokens of a donor from ``start`` on, then ``behind``."""
+    tokens = (*range(start), *range(500, 580), *behind)
+    return EditedHistory.of(ReusePlan((Span(donor_id, 0, start, 80),), len(tokens)), tokens)
+
+
+HISTORY = history()
+assert HISTORY is not None
 
 
 def forecast(reuse: float, cold: float = 100.0) -> Forecast:
@@ -22,11 +32,11 @@ def run(growth: float, edits: int, first: float = 20.0, cold: float = 100.0) -> 
     debts, since, spent, healed = EditDebts(), 0, 0.0, []
     for number in range(edits):
         expected = forecast(first + growth * since, cold)
-        if expected.reuse >= cold or debts.settle(PLAN, expected):
+        if expected.reuse >= cold or debts.settle(HISTORY, expected):
             spent, since = spent + cold, 0
             healed.append(number)
         else:
-            debts.note(PLAN, expected)
+            debts.note(HISTORY, expected)
             spent, since = spent + expected.reuse, since + 1
     return spent, healed
 
@@ -54,11 +64,20 @@ def test_whatever_comes_it_costs_at_most_twice_as_much_as_knowing_it_beforehand(
     assert run(growth, edits, first)[0] <= 2 * best[edits] + 1e-6
 
 
-def test_donors_are_told_apart_and_the_least_recently_edited_is_forgotten():
+def test_histories_are_told_apart_and_the_least_recently_edited_is_forgotten():
     debts = EditDebts(most=2)
     for name in "abc":
-        debts.note(ReusePlan((Span(name, 0, 10, 80),), 100), forecast(1.0))
+        debts.note(history(name), forecast(1.0))
     assert len(debts) == 2
-    assert debts.settle(ReusePlan((Span("a", 0, 10, 80),), 100), forecast(99.0)) is None
-    assert debts.settle(ReusePlan((Span("c", 0, 10, 80),), 100), forecast(99.0)) is not None
+    assert debts.settle(history("a"), forecast(99.0)) is None
+    assert debts.settle(history("c"), forecast(99.0)) is not None
     assert len(debts) == 1
+
+
+def test_a_history_is_known_again_when_it_has_grown_and_its_beginning_was_cut():
+    assert history() == history(behind=(*MESSAGES, 1, 2, 3)) == history(start=7)
+
+
+def test_another_question_about_the_same_document_is_no_edit_of_the_same_history():
+    assert history() != history(behind=tuple(reversed(MESSAGES)))
+    assert history(behind=(1, 2)) is None

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 MAX_NAMES = 1 << 14
 _SUFFIXES = re.compile(r"-[0-9a-f]{8}$"), re.compile(r"-\d+$")
-"""What engines put behind the id that they tell a caller: vLLM which prompt of several it is, and random digits."""
+"""What an engine may put behind the id that it tells a caller: which prompt of several it is, and random digits."""
 
 
 class Lineage:

@@ -34,7 +34,7 @@ from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.plan.selection import keep_in_order, leave_out_repetitions
 from semblend.plan.times import AT_ONCE, NOTHING, PASSES, Forecast, Timed, TimeModel, Work
 from semblend.quality import choose_quality, read_nats
-from semblend.session.edit_debts import EditDebts
+from semblend.session.edit_debts import EditDebts, EditedHistory
 from semblend.session.lineage import Lineage
 from semblend.session.session import NEVER, Expectation, LoadResult, ReuseSession, SessionRequest, State
 from semblend.session.trial import KindSwitches, Trial
@@ -226,7 +226,8 @@ class Sessions:
 
     def _predict_loss(self, session: ReuseSession, plan: ReusePlan, expected: Expectation) -> Decline | None:
         """Why a plan is not begun: it does not pay, or its request was drawn to compare; None where it is begun."""
-        if PlanShape.of(plan).is_edited and (why := self.debts.settle(plan, expected.forecast)):
+        history = _find_edited(session, plan)
+        if history is not None and (why := self.debts.settle(history, expected.forecast)):
             return Decline(DeclineReason.BELOW_BREAK_EVEN, why)
         verdict = self.outcomes.judge(plan, session.prompt.namespace, expected.forecast, session.mode)
         if verdict.decline is None or verdict.is_by_cost:
@@ -448,8 +449,9 @@ class Sessions:
         if session.plan is not None and not session.shares:
             if PlanShape.of(session.plan).is_edited:
                 donor_id = session.plan.donor_ids[0]
-                if session.expected is not None and session.exact_until is not None:
-                    self.debts.note(session.plan, session.expected.forecast)
+                history = _find_edited(session, session.plan)
+                if history is not None and session.expected is not None and session.exact_until is not None:
+                    self.debts.note(history, session.expected.forecast)
         elif session.exact_tokens >= self.traits.donor_min_new_tokens:
             donor_id = self.donors.find_beginning(session)
         if donor_id is not None:
@@ -549,6 +551,10 @@ def count_work(plan: ReusePlan, settings: QualitySettings, repaired: float = 0.0
     before = kept[0].target_start - plan.exact_tokens  # exact, whatever is repaired behind it
     again = Work(rows - before, keys - _sum_keys(plan.exact_tokens, kept[0].target_start))
     return first + again + repair
+
+
+def _find_edited(session: ReuseSession, plan: ReusePlan) -> EditedHistory | None:
+    return EditedHistory.of(plan, session.prompt.token_ids) if PlanShape.of(plan).is_edited else None
 
 
 def _sum_keys(start: int, end: int) -> int:

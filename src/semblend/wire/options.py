@@ -31,6 +31,7 @@ LONGEST_STOP = 256
 MAX_STOP_TOKENS = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 1024
+MAX_EDIT_FIELDS = 16
 MAX_TOKENS = 1 << 20
 _SEEDS = 2**63 - 1
 
@@ -166,7 +167,7 @@ def refused_as(param: str) -> Iterator[None]:
 class SemblendBody(ClosedBody):
     """Our own options of a request. ``passages`` commute and stand in front of the last user message.
 
-    ``edit`` names the request that this one was edited from; a declaration that is wrong or unreadable costs nothing.
+    ``edit`` names the request that this one was edited from; a declaration that is wrong costs nothing.
     """
 
     quality: float | str | None = Field(
@@ -175,7 +176,7 @@ class SemblendBody(ClosedBody):
     )
     reuse: bool | None = None
     forget: bool | None = None
-    edit: dict[str, Any] | None = None
+    edit: dict[str, Any] | None = Field(default=None, max_length=MAX_EDIT_FIELDS)
     keep: KeepBody | None = None
     passages: Annotated[list[str], Field(max_length=MAX_MARKED, fail_fast=True)] | None = None
     scores: Annotated[list[Score], Field(max_length=MAX_MARKED, fail_fast=True)] | None = None

@@ -22,7 +22,7 @@ from semblend.engine.model.tokenizer import (  # noqa: E402
     ChatTemplate,
     ModelTokenizer,
 )
-from semblend.errors import InputError  # noqa: E402
+from semblend.errors import InputError, MissingDependencyError  # noqa: E402
 from semblend.models import resolve  # noqa: E402
 from semblend.text.token_budget import WINDOW_CHARS, TokenBudget, TooManyTokensError  # noqa: E402
 
@@ -303,7 +303,7 @@ def test_a_text_that_cannot_fit_is_refused_after_its_first_window(kind: str) -> 
 def smollm() -> ModelTokenizer:
     try:
         return ModelTokenizer.load(resolve("smollm2-135m"))
-    except InputError:
+    except MissingDependencyError:
         pytest.skip("smollm2-135m is not pulled")
 
 

@@ -26,7 +26,7 @@ from semblend.engine.model.tokenizer import (  # noqa: E402
 from semblend.engine.server.config import ServeConfig  # noqa: E402
 from semblend.engine.server.routes import create_app, listen  # noqa: E402
 from semblend.engine.server.tenants import Tenants, read_keys_file  # noqa: E402
-from semblend.errors import ConfigError, InputError  # noqa: E402
+from semblend.errors import ConfigError, InputError, MissingDependencyError  # noqa: E402
 from semblend.facade import SemBlend  # noqa: E402
 from semblend.models import resolve  # noqa: E402
 from semblend.text.token_budget import TokenBudget  # noqa: E402
@@ -56,7 +56,7 @@ def small_tokenizer() -> ModelTokenizer:
 def real_tokenizer() -> ModelTokenizer:
     try:
         return ModelTokenizer.load(resolve("smollm2-135m"))
-    except InputError:
+    except MissingDependencyError:
         pytest.skip("smollm2-135m is not pulled")
 
 

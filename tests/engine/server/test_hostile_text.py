@@ -26,7 +26,7 @@ from semblend.engine.model.tokenizer import (  # noqa: E402
 from semblend.engine.server.config import ServeConfig  # noqa: E402
 from semblend.engine.server.routes import create_app, listen  # noqa: E402
 from semblend.engine.server.tenants import Tenants, read_keys_file  # noqa: E402
-from semblend.errors import ConfigError, InputError, MissingDependencyError  # noqa: E402
+from semblend.errors import ConfigError, MissingDependencyError  # noqa: E402
 from semblend.facade import SemBlend  # noqa: E402
 from semblend.models import resolve  # noqa: E402
 from semblend.text.token_budget import TokenBudget  # noqa: E402

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from semblend.plan.reuse_plan import ReusePlan
 from semblend.plan.times import Forecast
+from semblend.prompt import as_token_array
 from semblend.session.edit_debts import FOLLOWING, EditDebts, EditedHistory
 from semblend.span import Span
 
@@ -15,7 +16,7 @@ MESSAGES = tuple(range(1000, 1000 + 2 * FOLLOWING))
 
 def history(donor_id: str = "d", behind: tuple[int, ...] = MESSAGES, start: int = 10) -> EditedHistory | None:
     """A prompt that holds 80 tokens of a donor from ``start`` on, then ``behind``."""
-    tokens = (*range(start), *range(500, 580), *behind)
+    tokens = as_token_array([*range(start), *range(500, 580), *behind])
     return EditedHistory.of(ReusePlan((Span(donor_id, 0, start, 80),), len(tokens)), tokens)
 
 

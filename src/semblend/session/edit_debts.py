@@ -12,11 +12,11 @@ first tokens that follow it. Other users of the same document ask something else
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from semblend.plan.reuse_plan import ReusePlan
 from semblend.plan.times import Forecast
+from semblend.prompt import TokenArray
 
 MOST_HISTORIES = 4096
 FOLLOWING = 32
@@ -32,10 +32,10 @@ class EditedHistory:
     following: tuple[int, ...]
 
     @classmethod
-    def of(cls, plan: ReusePlan, tokens: Sequence[int]) -> EditedHistory | None:
+    def of(cls, plan: ReusePlan, tokens: TokenArray) -> EditedHistory | None:
         """None where little is computed behind what is reused."""
         first, last = plan.spans[0], plan.spans[-1]
-        following = tuple(map(int, tokens[last.target_end : last.target_end + FOLLOWING]))
+        following = tuple(tokens[last.target_end : last.target_end + FOLLOWING].tolist())
         return cls(first.donor_id, first.generation, following) if len(following) == FOLLOWING else None
 
 

@@ -323,7 +323,7 @@ def main() -> int:
     if lines:
         report.table(
             f"{ONE_RUN}: {script}",
-            ["number", "step", "tokens", "stock ms", "ours ms", "stock computes", "ours computes", "not reused because"],
+            ["number", "step", "tokens", "stock ms", "ours ms", "stock computes", "ours computes", "reason"],
             lines,
         )  # fmt: skip
     write_report(report, args, "answers: greedy, 16 tokens; their history is the recorded one, whatever was answered")

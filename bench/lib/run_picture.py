@@ -34,8 +34,8 @@ def draw_run(result: dict[str, Any]) -> str:
         points = [(across(number), up(step[f"{arm} ms"])) for number, step in enumerate(steps, 1)]
         drawing.add_curve(points, f"curve {kind}")
         for (at, down), step in zip(points, steps, strict=True):
-            hover = f"{words}: {step[f'{arm} ms']:,.0f} ms, {step[f'{arm} computes']:,} of {step['tokens']:,} tokens computed"
-            drawing.add_dot(at, down, 3.5, kind, hover)
+            computed = f"{step[f'{arm} computes']:,} of {step['tokens']:,} tokens computed"
+            drawing.add_dot(at, down, 3.5, kind, f"{words}: {step[f'{arm} ms']:,.0f} ms, {computed}")
         drawing.add_dot(WIDTH - 360 + 200 * place, TOP - 18, 4, kind)
         drawing.add_text(WIDTH - 350 + 200 * place, TOP - 14, words, "name")
     return drawing.render(headline, write_plain_style()) + "\n"
@@ -45,6 +45,4 @@ def _write_headline(steps: list[dict[str, Any]]) -> str:
     """What the edited steps take, with stock and with ours."""
     edited = [step for step in steps if step["step"] == "edited"]
     stock, ours = (sum(step[f"{arm} ms"] for step in edited) / len(edited) for arm in ARMS)
-    return (
-        f"Behind an edit of its history an agent waits {ours:,.0f} ms for the first token, with stock {stock:,.0f} ms"
-    )
+    return f"Behind an edit of its history an agent waits {ours:,.0f} ms for the first token, in stock {stock:,.0f} ms"

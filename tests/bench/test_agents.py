@@ -52,6 +52,6 @@ def test_the_picture_says_what_the_edited_steps_take() -> None:
     columns = ["number", "step", "tokens", "stock ms", "ours ms", "stock computes", "ours computes", "why"]
     table = {"title": f"{ONE_RUN}: c", "columns": columns, "rows": agents.tabulate_one_run(ROWS)[1]}
     drawn = draw_run({"tables": [table], "arguments": {"measured_on": "a machine"}})
-    assert "an agent waits 60 ms for the first token, with stock 100 ms" in drawn
+    assert "an agent waits 60 ms for the first token, in stock 100 ms" in drawn
     assert drawn.count(">edited<") == 1
     assert "150 of 1,000 tokens computed" in drawn

@@ -95,3 +95,23 @@ def test_a_base_is_taken_alone_where_it_holds_nearly_all_and_is_advice_elsewhere
     assert donors(base="talk") == ("talk",)
     sb.register(Prompt(talk, namespace=Namespace(tenant="acme")), "theirs")
     assert donors(base="theirs") == ("talk", "other"), "a wall is a wall"
+
+
+@given(st.lists(st.integers(0, 5), min_size=2, max_size=6, unique=True), st.data())
+def test_a_base_counts_whatever_other_donors_hold_the_same_text(messages, data):
+    """Conversations of some messages out of six; a prompt that was edited from one of them."""
+    text = [np.arange(1000 * number, 1000 * number + 60 + 20 * number) for number in range(1, 7)]
+    others = data.draw(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=6, unique=True), max_size=4))
+    held = {f"other-{number}": [text[one] for one in chosen] for number, chosen in enumerate(others)}
+    held["base"] = [text[one] for one in messages]
+    order = data.draw(st.permutations(list(held)))
+    edited = Prompt(np.concatenate([[7, 8, 9], *held["base"][data.draw(st.integers(1, len(messages) - 1)) :], [3]]))
+    together, alone = (SemBlend(SemBlendConfig(embedder="none", metrics=False)) for _ in range(2))
+    for name in order:
+        together.register(Prompt(np.concatenate(held[name])), name)
+    alone.register(Prompt(np.concatenate(held["base"])), "base")
+    spans = [
+        [(span.donor_id, span.target_start, span.length) for span in sb.lookup(edited, base="base").spans]
+        for sb in (together, alone)
+    ]
+    assert spans[0] == spans[1]

@@ -84,7 +84,8 @@ class Aligner:
         matches = self._kernels.drop_dominated(found)
         pieces = self._kernels.choose_cover(matches, self._shortest, SEAM, LOOK_BACK)
         if base is not None:
-            alone = self._kernels.choose_cover(matches[matches[:, 2] == base], self._shortest, SEAM, LOOK_BACK)
+            own, *_ = self._extend_seeds(tokens, candidates, exact_tokens, deadline, only=base)
+            alone = self._kernels.choose_cover(self._kernels.drop_dominated(own), self._shortest, SEAM, LOOK_BACK)
             pieces = alone if count_tokens(alone) >= NEARLY_ALL * count_tokens(pieces) else pieces
         log, rows = store.log.tokens, store.slots.rows
         if self._bridges_edits and len(pieces):
@@ -105,9 +106,9 @@ class Aligner:
         )
 
     def _extend_seeds(
-        self, tokens: TokenArray, candidates: Candidates, floor: int, deadline: float
+        self, tokens: TokenArray, candidates: Candidates, floor: int, deadline: float, only: int = -1
     ) -> tuple[MatchArray, int, int]:
-        """Extend all seeds to maximal matches, or as many as the deadline allows.
+        """Extend all seeds to maximal matches, or as many as the deadline allows; with the donor in one slot ``only``.
 
         Returns the matches, how many runs were examined, and how many seeds were extended.
         """
@@ -119,7 +120,7 @@ class Aligner:
             self._kernels.extend(
                 tokens, candidates.fingerprint.positions, candidates.first, done, following, floor,
                 self._shortest, scheme.k, scheme.guaranteed_tokens, LIMITS, store.index.postings,
-                store.log.tokens, store.slots.rows, candidates.namespace_id, candidates.now, state, found,
+                store.log.tokens, store.slots.rows, candidates.namespace_id, candidates.now, only, state, found,
             )  # fmt: skip
             done = following
         return found[: state[self._kernels.MATCHES]], int(state[self._kernels.EXAMINED]), done

@@ -53,7 +53,7 @@ def _promises(tokens, at, covered, floor, right, left, log, log_at, begin, end):
 
 @njit()
 def _find_best_runs(
-    tokens, at, posting, floor, shortest, k, limits, postings, log, slots, namespace_id, now, state, right, left,
+    tokens, at, posting, floor, shortest, k, limits, postings, log, slots, namespace_id, now, only, state, right, left,
 ):  # fmt: skip
     """Extend one seed on the donors that have it; return whether a match reaches beyond what is covered.
 
@@ -73,6 +73,8 @@ def _find_best_runs(
         slot = np.int64(postings[here, SLOT])
         offset = np.int64(postings[here, OFFSET])
         if postings[here, TAG] != tag or slots[slot, NAMESPACE] != namespace_id or slots[slot, EXPIRES] <= now:
+            continue
+        if only >= 0 and slot != only:
             continue
         if at < covered and slot == state[LAST_SLOT] and at - offset == state[LAST_SHIFT]:
             continue  # the last match itself, which ended at ``covered``
@@ -104,9 +106,9 @@ def _find_best_runs(
 @njit(nogil=True)
 def extend(
     tokens, positions, first, seed_from, seed_to, floor, shortest, k, guaranteed,
-    limits, postings, log, slots, namespace_id, now, state, out,
+    limits, postings, log, slots, namespace_id, now, only, state, out,
 ):  # fmt: skip
-    """Extend the seeds [seed_from, seed_to) to maximal token-equal matches, into ``out``.
+    """Extend the seeds [seed_from, seed_to) to maximal token-equal matches, into ``out``; with the slot ``only`` alone.
 
     A match row is (start, end, slot, donor_start). Seeds deeper than ``guaranteed - 1`` tokens inside the last match
     are skipped: a match through such a seed either ends inside the last match or has another seed nearer to its end.
@@ -125,7 +127,7 @@ def extend(
         if state[SPENT] > free_work + work_per_token * at:
             continue
         found = _find_best_runs(
-            tokens, at, posting, floor, shortest, k, limits, postings, log, slots, namespace_id, now,
+            tokens, at, posting, floor, shortest, k, limits, postings, log, slots, namespace_id, now, only,
             state, right, left,
         )  # fmt: skip
         if not found:

@@ -84,7 +84,8 @@ class KeptDonors:
         self._made += 1
         donor_id = f"{self._engine}-{self._made}"
         try:
-            handle = self.kv.capture(donor_id, self._made, self._model.layout, slots)
+            tenant = prompt.namespace.tenant
+            handle = self.kv.capture(donor_id, self._made, self._model.layout, slots, tenant=tenant)
             if handle.arrives is not None:
                 handle.arrives.wait()
             self.generations[donor_id] = self._made
@@ -354,7 +355,7 @@ class LocalSessions:
         if session is None or session.request.answered:
             return
         tokens = self._sessions.count_answered_tokens(session, len(session.prompt) + len(answered))
-        if tokens and (not busy or self.donors.kv.is_for_device(self._model.layout, tokens)):
+        if tokens and (not busy or self.donors.kv.has_room_on_device(self._model.layout, tokens)):
             self._capture(session, slots[:tokens], answered)
 
     def forget(self, request_id: str) -> None:

@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from semblend.errors import StoreError
 from semblend.integration.vllm.orders import Report
 from semblend.integration.vllm.scheduler.admin import DonorAdmin
 from semblend.integration.vllm.scheduler.prefix_locks import restore, salt
 from semblend.integration.vllm.scheduler.shared_blocks import SharedBlocks
+from semblend.materialize.donors.directory import SharedDonors
 from semblend.plan.reuse_plan import DeclineReason
 from tests.integration.vllm.test_scheduler_connector import (
     BLOCK,
@@ -553,3 +555,107 @@ def test_a_base_of_another_tenant_is_not_heard():
     assert (claimed, orders.loads) == (0, [])
     world.told(orders)
     assert world.step().kept_first == []
+
+
+def test_nothing_is_copied_in_place_of_an_answer_whose_step_has_failed(monkeypatch):
+    world = World()
+    request, orders = FakeRequest("one", FRESH), None
+    claimed, orders = world.admit(request)
+    assert not claimed
+    world.told(orders)
+    request.say(200)
+    world.half.finish("one", list(range(30)))
+    with monkeypatch.context() as broken:
+        broken.setattr(world.half.sessions, "answer", None)
+        broken.setattr(world.half.donors, "catch_up", None)
+        with pytest.raises(TypeError):
+            world.step()
+    world.half.build_least_orders(())  # what the border to vLLM does then
+    assert world.step().ended == [], "others have its blocks by now"
+    again = FakeRequest("again", [*FRESH, *range(9000, 9100)])
+    _, orders = world.admit(again, len(FRESH) // BLOCK * BLOCK)
+    assert orders.captures, "what was lost is news again"
+
+
+def test_captures_that_no_worker_heard_of_because_their_step_failed_are_ordered_again(monkeypatch):
+    world = World()
+    with monkeypatch.context() as broken:
+        broken.setattr(world.half.locks, "keep_private", None)
+        with pytest.raises(TypeError):
+            world.admit(FakeRequest("one", FRESH))
+    world.half.build_least_orders(())
+    _, orders = world.admit(FakeRequest("two", FRESH))
+    assert [order.donor_id for order in orders.captures] == ["two"]
+
+
+def test_beside_another_connector_which_may_write_its_blocks_at_once_no_answer_is_copied():
+    world = World()
+    world.half.donors.stands_beside_others = True
+    _, orders = answer(world, "one", FRESH)
+    assert orders.ended == []
+    assert donor_ids(world) == ["one"], "its prompt is copied while it holds its blocks"
+
+
+@pytest.mark.parametrize("action", ["forget", "pin"])
+def test_an_operator_may_name_a_conversation_by_any_of_its_turns(action):
+    world = World()
+    _, orders = answer(world, "one", FRESH)
+    keep(world, orders)
+    donors = world.half.donors
+    desk = donors.admin = DonorAdmin(world.half.semblend, donors.act, find_heir=donors.find_heir, patience_s=0)
+    assert desk.answer({"action": "list", "donor_id": "one"})["total"] == 1
+    assert desk.answer({"action": action, "donor_id": "one"})["donors"] == 1
+    world.step()
+    assert donor_ids(world) == ([] if action == "forget" else ["one+answer"])
+
+
+def test_where_an_earlier_turn_cannot_be_let_go_it_stays_and_the_step_goes_on(monkeypatch):
+    world = World()
+    _, orders = answer(world, "one", FRESH)
+
+    def fail(*_):
+        raise StoreError("database is locked", hint="later")
+
+    monkeypatch.setattr(world.half.semblend, "supersede", fail)
+    keep(world, orders)
+    assert donor_ids(world) == ["one", "one+answer"]
+    assert [event.fields["where"] for event in world.errors()] == ["supersede"]
+
+
+# -- in the donor directory ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """A world whose donors are published, and the records that lie in the folder."""
+    world = World()
+    shared = SharedDonors(str(tmp_path), 1 << 30, world.half.facts.namespace, token_bytes=16.0, every_s=0.0)
+    shared.knows_weights = True
+    world.half.donors.shared = shared
+    yield world, lambda: len([path for path in tmp_path.iterdir() if path.suffix == ".donor"])
+    world.half.donors.close()
+
+
+def test_an_earlier_turn_leaves_the_directory_with_its_place(directory):
+    world, count_published = directory
+    _, orders = answer(world, "one", FRESH)
+    assert count_published() == 2, "the prompt, and what an idle engine has answered"
+    keep(world, orders)
+    world.half.donors.shared.flush()
+    assert count_published() == 1
+    world.half.semblend.forget("one+answer")
+    world.half.donors.shared.flush()
+    assert count_published() == 0
+
+
+def test_an_answer_that_workers_may_refuse_is_published_once_they_have_it(directory):
+    world, count_published = directory
+    other = FakeRequest("other", range(9000, 9100))
+    _, orders = world.admit(other)
+    world.told(orders)
+    before = count_published()
+    _, orders = answer(world, "one", FRESH)
+    assert orders.ended[0].publication is None
+    assert count_published() == before + 1
+    orders = keep(world, orders)
+    assert [one.donor_id for one in orders.publications] == ["one+answer"]

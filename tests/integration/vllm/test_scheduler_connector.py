@@ -1315,7 +1315,7 @@ def test_where_a_step_computes_something_unknown_loads_behind_exact_blocks_wait_
         request := target(lead=64), [1, 2, 3, *range(20, 40)], world.half.count_matched(request, 48)
     )
     assert world.step(new=[(FakeRequest("unknown", range(10)), 0, 10)]).loads == []
-    assert len(world.half.build_orders_to_load().loads) == 1
+    assert len(world.half.build_least_orders(()).loads) == 1
 
 
 def bring(world, request, local, exact, block_ids):
@@ -1436,9 +1436,9 @@ def test_the_least_that_a_step_orders_names_blocks_that_change_hands_while_they_
     monkeypatch.setattr(world.half, "_catch_up", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         world.step(preempted=["donor"] if way == "preempted" else ())
-    orders = world.half.build_orders_to_load(**({"preempted": {"donor"}} if way == "preempted" else {}))
+    orders = world.half.build_least_orders({"donor"} if way == "preempted" else ())
     assert orders.freed == ["donor"]
-    assert world.half.build_orders_to_load().freed == [], "once"
+    assert world.half.build_least_orders(()).freed == [], "once"
 
 
 PAGES = list(range(1000, 3000))
@@ -1505,6 +1505,11 @@ def test_how_much_of_a_prompt_donors_hold_is_what_comparing_all_of_them_says(his
                   for one in held.values())  # fmt: skip
         assert prefixes.count_tokens("space", text) == max((count // 4 * 64 for count in shared), default=0)
         assert prefixes.count_tokens("another", text) == 0
+        whole = {number: len(one) // 4 * 4 for number, one in held.items() if one[: len(one) // 4 * 4]}
+        begun = [size for number, size in whole.items() if held[number][:size] == text[:size]]
+        found = prefixes.find_beginning("space", text)
+        assert (0 if found is None else whole[found[1]]) == max(begun, default=0)
+        assert prefixes.find_beginning("another", text) is None
     for number in list(held):
         prefixes.remove(("d", number))
     assert not len(prefixes)

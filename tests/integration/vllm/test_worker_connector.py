@@ -144,6 +144,16 @@ def test_an_answer_is_copied_before_its_blocks_are_given_away_where_nobody_waits
     assert torch.equal(held.k, torch.stack([k for k, _ in computed]))
 
 
+def test_an_answer_whose_step_breaks_before_its_copy_is_told_as_not_captured(worker, monkeypatch):
+    order = Capture("d+answer", 2, 83, tuple(range(6)))
+    monkeypatch.setattr(worker.half.donor_kv, "has_room_on_device", None)
+    orders = Orders(work_ms=40.0, ended=[order])
+    with pytest.raises(TypeError):
+        worker.half.before_step(orders)
+    worker.half.capture(orders)
+    assert worker.half.take_report().not_captured == {("d+answer", 2)}
+
+
 def test_moved_kv_is_exact_where_context_does_not_matter(worker):
     worker.donor([1, 2, 3, *DOCUMENT])
     tokens = [7, 8, 9, 10, 11, *DOCUMENT, 12]

@@ -288,7 +288,7 @@ class Engine:
         if fresh:
             self.reuse.capture(sequence)
         if sequence.finish_reason is not None:
-            self.reuse.capture_answered(sequence)
+            self.reuse.capture_answered(sequence, busy=len(self.scheduler.running) > 1)
             self._retire(sequence, sequence.finish_reason)
 
     def _read_text_and_finish(self, sequence: Sequence, token: int) -> tuple[str, FinishReason | None]:

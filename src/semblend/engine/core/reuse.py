@@ -161,10 +161,14 @@ class Reuse:
         """
         self._keep(sequence, self.sessions.count_donor_tokens(sequence.session), sequence.request_id)
 
-    def capture_answered(self, sequence: Sequence) -> None:
-        """It has ended: where its answer is exact, prompt and answer become one donor, under a name of its own."""
+    def capture_answered(self, sequence: Sequence, *, busy: bool) -> None:
+        """It has ended: where its answer is exact, prompt and answer become one donor, under a name of its own.
+
+        ``busy``: others run, and would wait for a copy that leaves the device.
+        """
         tokens = self.sessions.count_answered_tokens(sequence.session, sequence.computed)
-        self._keep(sequence, tokens, f"{sequence.request_id}{ANSWERED}")
+        if not busy or (self.donor_kv is not None and self.donor_kv.has_room_on_device(self._pool.layout, tokens)):
+            self._keep(sequence, tokens, f"{sequence.request_id}{ANSWERED}")
 
     def _keep(self, sequence: Sequence, tokens: int, donor_id: str) -> None:
         donors, session, prompt = self.donor_kv, sequence.session, sequence.prompt

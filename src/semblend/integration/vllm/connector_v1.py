@@ -207,9 +207,9 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
         ours, name = self._ours, request.request_id
         self._safely("lookup", lambda: ours.leave_to_another(request, exact_tokens, local_tokens), None, name)
 
-    def publish_when_confirmed(self) -> None:
+    def stand_beside_others(self) -> None:
         """Beside others no donor is published before its step is reported: a load of theirs may have failed in it."""
-        self._ours.donors.publishes_at_once = False
+        self._ours.donors.stands_beside_others = True
 
     def note_failed_loads(self, block_ids: set[int]) -> None:
         """Loads of others, or of ours, have left these blocks invalid; for `multi_connector`."""
@@ -247,7 +247,7 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
         except Exception as error:
             log.warning("SemBlend: a step failed", exc_info=True)
             ours.report_failure("orders", f"{type(error).__name__}: {error}")
-            return OrdersMetadata(ours.build_orders_to_load(preempted=scheduler_output.preempted_req_ids or ()))
+            return OrdersMetadata(ours.build_least_orders(scheduler_output.preempted_req_ids or ()))
 
     def update_connector_output(self, connector_output: Any) -> None:
         found = getattr(connector_output, "kv_connector_worker_meta", None)

@@ -41,7 +41,7 @@ class MultiConnector(Parts):
         self._hidden: set[str] = set()
         self._given: set[int] = set()  # blocks that hidden requests were given since the last step
         if role is KVConnectorRole.SCHEDULER and self._ours.serves:
-            self._ours.publish_when_confirmed()
+            self._ours.stand_beside_others()
             self._ours.adapt(self._kv_transfer_config)
 
     @property

@@ -142,7 +142,7 @@ def open_admin(settings: ConnectorSettings, ours: SchedulerConnector) -> AdminSo
     """The operator's socket, where one is asked for; an engine runs without it if it cannot be had."""
     if not settings.admin_socket or ours.facts.refusal:
         return None
-    admin = DonorAdmin(ours.semblend, ours.donors.act)
+    admin = DonorAdmin(ours.semblend, ours.donors.act, find_heir=ours.donors.find_heir)
     try:
         door = AdminSocket(settings.admin_socket, admin.answer)
     except SemBlendError as error:

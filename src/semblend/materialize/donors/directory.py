@@ -1022,7 +1022,8 @@ class SharedDonors:
         """A donor left this engine's store.
 
         ``engine``: its KV is gone here; an own one may still be read from the directory, one of the directory may not.
-        ``forgotten``: somebody wants it gone, so it goes from the directory too, whoever wrote it.
+        ``forgotten``: somebody wants it gone, so it goes from the directory too, whoever wrote it. ``superseded``: all
+        of it stands in a newer donor, which is published in its place.
         """
         own = self._keys.pop(donor_id, None)
         key = own or (donor_id if is_key(donor_id) else None)
@@ -1030,7 +1031,7 @@ class SharedDonors:
             return
         if reason == "forgotten":
             self._writer.withdraw(key)
-        elif own is not None and reason == "expired":
+        elif own is not None and reason in ("expired", "superseded"):
             self._writer.remove(key)
         elif own is not None and reason in ("engine", "replaced"):
             self._watch.unhide(key)

@@ -414,12 +414,14 @@ class DonorKv:
         tiers = MEMORY if device.type == self._device_type else ("host",)
         return any(self._books.budget[tier] for tier in tiers)
 
-    def is_for_device(self, layout: Layout, tokens: int) -> bool:
-        """Whether a capture of so many tokens stays on the device: the copy takes next to no time."""
+    def has_room_on_device(self, layout: Layout, tokens: int) -> bool:
+        """Whether a capture of so many tokens stays on the device and moves no other donor: it takes next to no time."""
         if layout.device.type == "cpu" or layout.device.type != self._device_type:
             return False
         shape = (layout.layers, tokens, layout.kv_heads, layout.head_dim)
-        return count_bytes(self.memory.list_shapes("device", shape, layout.dtype)) <= self._books.budget["device"]
+        nbytes = count_bytes(self.memory.list_shapes("device", shape, layout.dtype))
+        with self._lock:
+            return self._books.used["device"] + nbytes <= self._books.budget["device"]
 
     def reserve(self, device: torch.device) -> None:
         """Takes the budgets' memory at once; see `DonorMemory.reserve`."""

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,7 @@ class DonorCommand:
 class DonorAdmin:
     """Takes commands from other threads; ``act`` does one to one donor, in the scheduler's thread.
 
+    ``find_heir``: the donor that holds what stood under an id; an earlier turn of a conversation is in its newest donor.
     ``patience_s``: how long a caller waits for the scheduler. An idle engine has no steps: its caller is told that the
     command is queued, and it is done before anything else happens.
     """
@@ -81,10 +82,12 @@ class DonorAdmin:
         semblend: SemBlend,
         act: Callable[[str, str], bool],
         *,
+        find_heir: Callable[[str], str | None] = lambda donor_id: donor_id,
         patience_s: float = 2.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._semblend, self._act, self._patience_s, self._clock = semblend, act, patience_s, clock
+        self._find_heir = find_heir
         self._queue: queue.SimpleQueue[tuple[DonorCommand, Future[int]]] = queue.SimpleQueue()
 
     def answer(self, given: Any) -> Answer:
@@ -104,7 +107,7 @@ class DonorAdmin:
         while not self._queue.empty():
             command, done = self._queue.get()
             try:
-                chosen = [donor.donor_id for donor in self._semblend.donors() if command.chooses(donor)]
+                chosen = [donor.donor_id for donor in self._choose(command)]
                 done.set_result(sum(self._act(command.action, donor_id) for donor_id in chosen))
             except Exception as error:  # it is the operator's to hear, not the scheduler's
                 done.set_exception(error)
@@ -115,11 +118,15 @@ class DonorAdmin:
         try:
             return {"action": command.action, "donors": done.result(self._patience_s), "queued": False}
         except NotYet:
-            matching = sum(command.chooses(donor) for donor in self._semblend.donors())
-            return {"action": command.action, "donors": matching, "queued": True}
+            return {"action": command.action, "donors": len(self._choose(command)), "queued": True}
+
+    def _choose(self, command: DonorCommand) -> list[Donor]:
+        if command.donor_id is not None:
+            command = replace(command, donor_id=self._find_heir(command.donor_id) or command.donor_id)
+        return [donor for donor in self._semblend.donors() if command.chooses(donor)]
 
     def _list(self, command: DonorCommand) -> Answer:
-        chosen = [donor for donor in self._semblend.donors() if command.chooses(donor)]
+        chosen = self._choose(command)
         shown = chosen[-command.limit :] if command.limit > 0 else chosen
         return {"donors": [self._show(donor) for donor in reversed(shown)], "total": len(chosen)}
 

@@ -255,26 +255,31 @@ class SchedulerConnector:
                     record.keep(tokens)
         self.locks.keep_private(self._records.open.values())
         self._records.settle()
-        orders = self.build_orders_to_load(busy=bool(output.num_scheduled_tokens), computed_now=computed_now)
+        orders = self._order_loads(busy=bool(output.num_scheduled_tokens), computed_now=computed_now)
         orders.captures, orders.served = captures, served
         orders.ended, self._ended = self._ended, []
         orders.drops, orders.pins = self.donors.take_drops(), self.donors.take_pins()
         orders.heirs, orders.kept_first = self.donors.take_heirs(), self.donors.take_kept_first()
         orders.publications = self.donors.take_publications()
+        self.donors.note_sent()
         return orders
 
-    def build_orders_to_load(
-        self, *, busy: bool = True, computed_now: Set[int] | None = None, preempted: Iterable[str] = ()
-    ) -> Orders:
-        """The least that a step must order: without loads requests would wait forever, and without ``freed`` a copy
-        would read blocks that others write.
+    def build_least_orders(self, preempted: Iterable[str]) -> Orders:
+        """Where `build_orders` failed, the least that a step must order: without loads requests would wait forever, and
+        without ``freed`` a copy would read blocks that others write. Captures that no worker has heard of are none.
 
-        ``busy``: others are computed in it. ``computed_now``: the blocks in which they are; None where that is not
-        known. ``preempted``: requests whose blocks vLLM has taken back.
+        ``preempted``: requests whose blocks vLLM has taken back.
         """
+        self._ended = []
+        self.donors.take_back_unsent()
         for request_id in preempted:
             if request_id in self._records:
                 self._release_blocks(self._records[request_id])
+        return self._order_loads()
+
+    def _order_loads(self, *, busy: bool = True, computed_now: Set[int] | None = None) -> Orders:
+        """``busy``: others are computed in the step. ``computed_now``: the blocks in which they are; None where that is
+        not known."""
         orders = self._loads.take(self.settings.step_work_ms if busy else None, computed_now)
         orders.freed, self._freed = self._freed, []
         return orders
@@ -450,11 +455,12 @@ class SchedulerConnector:
         part of the answer.
         """
         source = record.source
-        if record.salted is not None or record.spoiled is not None or not block_ids:
+        if record.salted is not None or record.spoiled is not None or not block_ids or self.donors.stands_beside_others:
             return
         held = min(source.num_tokens - 1, source.num_computed_tokens, len(block_ids) * self.facts.block_tokens)
         tokens = self.sessions.count_answered_tokens(record, held)
-        order = self.donors.order_answered(record, tokens, block_ids) if tokens else None
+        is_last = all(one is record or one.state is State.ENDED for one in self._records.values())
+        order = self.donors.order_answered(record, tokens, block_ids, is_last=is_last) if tokens else None
         if order is not None:
             self._ended.append(order)
 

@@ -35,6 +35,7 @@ class HeldPrefixes:
         self._block_tokens, self._step = block_tokens, max(1, MARK_TOKENS // block_tokens)
         self._marks: dict[tuple[str, int], list[tuple[str, bytes]]] = {}
         self._holders: dict[tuple[str, bytes], dict[tuple[str, int], None]] = {}
+        self._ends: dict[tuple[str, bytes], dict[tuple[str, int], None]] = {}  # of those the ones that go no further
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -45,12 +46,16 @@ class HeldPrefixes:
         self._marks[donor] = [(namespace, bytes(one)) for one in hashes[self._step - 1 :: self._step]]
         for mark in self._marks[donor]:
             self._holders.setdefault(mark, {})[donor] = None
+        if self._marks[donor]:
+            self._ends.setdefault(self._marks[donor][-1], {})[donor] = None
 
     def remove(self, donor: tuple[str, int]) -> None:
-        for mark in self._marks.pop(donor, ()):
-            self._holders[mark].pop(donor, None)
-            if not self._holders[mark]:
-                del self._holders[mark]
+        marks = self._marks.pop(donor, [])
+        for table, own in ((self._holders, marks), (self._ends, marks[-1:])):
+            for mark in own:
+                table[mark].pop(donor, None)
+                if not table[mark]:
+                    del table[mark]
 
     def count_tokens(self, namespace: str, hashes: Sequence[bytes]) -> int:
         """Tokens at the beginning of a prompt with these hashes that one donor holds."""
@@ -62,15 +67,14 @@ class HeldPrefixes:
     def find_beginning(self, namespace: str, hashes: Sequence[bytes]) -> tuple[str, int] | None:
         """The longest donor that a prompt with these hashes begins with, but for the tokens behind its last mark."""
         for blocks in range(len(hashes) // self._step * self._step, 0, -self._step):
-            mark = namespace, bytes(hashes[blocks - 1])
-            for donor in reversed(self._holders.get(mark, {})):
-                if self._marks[donor][-1] == mark:
-                    return donor
+            if (ending := self._ends.get((namespace, bytes(hashes[blocks - 1])))) is not None:
+                return next(reversed(ending))
         return None
 
     def clear(self) -> None:
         self._marks.clear()
         self._holders.clear()
+        self._ends.clear()
 
 
 class WorkerDonors:
@@ -87,6 +91,7 @@ class WorkerDonors:
         self._generations = 0
         self._on_the_way: dict[tuple[str, int], Prompt] = {}  # ordered, not reported yet
         self._copied_from: dict[tuple[str, int], tuple[int, ...]] = {}  # the blocks of those
+        self._unsent: list[tuple[str, int]] = []  # of those the ones that no step has told the workers yet
         self._held: dict[str, int] = {}  # donor -> the workers' generation of it
         self._prefixes = HeldPrefixes(facts.hash_block_tokens)
         self._drops: list[tuple[str, int]] = []
@@ -101,7 +106,7 @@ class WorkerDonors:
         self.admin: DonorAdmin | None = None
         self._publications: list[Publication] = []
         self.shared: SharedDonors | None = None
-        self.publishes_at_once = True
+        self.stands_beside_others = False  # of a MultiConnector; set before the first request
         if not semblend.config.discovery_only:
             for donor in semblend.donors():  # a store file brings back donors, not their KV
                 semblend.forget(donor.donor_id, reason="engine")
@@ -124,31 +129,37 @@ class WorkerDonors:
             return None
         prompt = record.prompt
         kept = prompt if tokens == len(prompt) else Prompt(prompt.token_ids[:tokens], namespace=prompt.namespace)
-        return self._order(record, record.request_id, kept, record.block_ids)
+        return self._order(record, record.request_id, kept, record.block_ids, at_once=True)
 
-    def order_answered(self, record: Record, tokens: int, block_ids: Sequence[int]) -> Capture | None:
+    def order_answered(
+        self, record: Record, tokens: int, block_ids: Sequence[int], *, is_last: bool
+    ) -> Capture | None:
         """Order the capture of ``tokens`` of prompt and answer, of a request that has ended and gives its blocks away.
 
-        Under a name of its own: what was captured of the prompt is superseded where nobody needs it any more.
+        Under a name of its own: what was captured of the prompt is superseded where nobody needs it any more. Workers
+        may refuse it while others run, so it is then published once they have it; the ``is_last`` of all at once.
         """
         if not self._is_news(record, tokens):
             return None
         kept = Prompt(record.source.all_token_ids[:tokens], namespace=record.prompt.namespace)
-        return self._order(record, f"{record.request_id}{ANSWERED}", kept, block_ids)
+        return self._order(record, f"{record.request_id}{ANSWERED}", kept, block_ids, at_once=is_last)
 
     def _is_news(self, record: Record, tokens: int) -> bool:
         """Whether of so many tokens of a request enough are in no donor that has the same ones before them."""
         namespace, hashes = record.prompt.namespace.digest, record.source.block_hashes[: tokens // self._hash_tokens]
         return (tokens - self._prefixes.count_tokens(namespace, hashes)) * NEW_PART >= tokens
 
-    def _order(self, record: Record, donor_id: str, kept: Prompt, block_ids: Sequence[int]) -> Capture:
+    def _order(
+        self, record: Record, donor_id: str, kept: Prompt, block_ids: Sequence[int], *, at_once: bool
+    ) -> Capture:
         self._generations += 1
         key, tokens = (donor_id, self._generations), len(kept)
         hashes = record.source.block_hashes[: tokens // self._hash_tokens]
         self._prefixes.add(key, kept.namespace.digest, hashes)
         self._on_the_way[key] = kept
         blocks = self._copied_from[key] = tuple(block_ids[: -(-tokens // self._block_tokens)])
-        publication = self._publish_at_once(*key, kept)
+        self._unsent.append(key)
+        publication = self._publish_at_once(*key, kept) if at_once else None
         return Capture(*key, tokens, blocks, publication, kept.namespace.tenant)
 
     def _publish(self, donor_id: str, generation: int, prompt: Prompt) -> Publication | None:
@@ -163,7 +174,7 @@ class WorkerDonors:
         Not before the weights are known by name, and not beside others, whose loads may turn out to have failed: then a
         donor is published when its capture is reported.
         """
-        named = self.shared is not None and self.shared.knows_weights and self.publishes_at_once
+        named = self.shared is not None and self.shared.knows_weights and not self.stands_beside_others
         return self._publish(donor_id, generation, prompt) if named else None
 
     def follow(self, engine: Namespace) -> None:
@@ -202,6 +213,16 @@ class WorkerDonors:
             for donor_id in donor_ids:
                 self.shared.touch(donor_id)
 
+    def note_sent(self) -> None:
+        """The workers hear of all that was ordered with this step."""
+        self._unsent = []
+
+    def take_back_unsent(self) -> None:
+        """They never hear of it."""
+        unsent, self._unsent = self._unsent, []
+        for key in unsent:
+            self.note_not_captured(*key)
+
     def note_captured(self, donor_id: str, generation: int) -> None:
         """Every rank holds its KV: only now can it be found."""
         prompt = self._on_the_way.pop((donor_id, generation), None)
@@ -218,7 +239,10 @@ class WorkerDonors:
         self._held[donor_id] = generation
         self.epoch += 1
         self.lineage.note(donor_id.removesuffix(ANSWERED), donor_id)
-        self._supersede(donor_id, generation)
+        try:
+            self._supersede(donor_id, generation)
+        except SemBlendError as error:  # its earlier turns stay beside it
+            self._report_failure("supersede", str(error), donor_id)
         if (publication := self._publish(donor_id, generation, prompt)) is not None:
             self._publications.append(publication)
 
@@ -231,6 +255,10 @@ class WorkerDonors:
                 self.lineage.note(name, donor_id)
             self._heirs += [(key, (donor_id, generation)) for key in self._drops if key[0] in names]
             self._earlier[donor_id] = [name for one in names for name in (one, *self._earlier.pop(one, ()))]
+
+    def find_heir(self, donor_id: str) -> str | None:
+        """The donor that holds what stood under an id, of a donor or of a request; None where it is gone."""
+        return self.lineage.find(donor_id, self.holds)
 
     def find_beginning(self, session: ReuseSession) -> str | None:
         """Found by block hashes: nobody has to look at the tokens of a prompt that vLLM holds."""
@@ -254,8 +282,7 @@ class WorkerDonors:
     def note_not_captured(self, donor_id: str, generation: int) -> None:
         self._on_the_way.pop((donor_id, generation), None)
         self._copied_from.pop((donor_id, generation), None)
-        if self.shared is not None:
-            self.shared.take_back(donor_id)
+        self._guard(lambda shared: shared.take_back(donor_id))
         self._drop(donor_id, generation)  # another rank may have it
 
     def drop_copies_of(self, block_ids: Set[int]) -> None:
@@ -298,10 +325,8 @@ class WorkerDonors:
         self._on_the_way.clear()
         self._copied_from.clear()
         self._publications.clear()
-        if self.shared is not None:
-            self.shared.reset(self._semblend.clear)
-        else:
-            self._semblend.clear()
+        self._guard(lambda shared: shared.reset(self._semblend.clear))
+        self._semblend.clear()  # where the directory could not be told, too
 
     def close(self) -> None:
         """Published donors stay."""

@@ -247,12 +247,14 @@ class WorkerConnector(RefusingConnector):
         later = [order for order in self._fresh if not is_idle and order.donor_id not in freed]
         self._due += [order for order in self._fresh if is_idle or order.donor_id in freed]
         self._fresh = []
-        ended, orders.ended = orders.ended, []
-        for order in ended:  # a prompt's own copy comes first: what it becomes a part of takes its place
-            if is_idle or self.donor_kv.is_for_device(self._model.layout, order.tokens):
+        ended, is_named = list(orders.ended), self._has_named or self._watch_weights is None
+        while orders.ended:  # a prompt's own copy comes first: what it becomes a part of takes its place
+            order = orders.ended[0]
+            if is_named and (is_idle or self.donor_kv.has_room_on_device(self._model.layout, order.tokens)):
                 self._due.append(order)
-            else:  # the step would wait for the copy to the host
+            else:  # the step would wait for a copy to the host; or a rank for others, to agree about the weights
                 self._report.not_captured.add((order.donor_id, order.generation))
+            del orders.ended[0]
         self._copy_due()
         self._due, self._is_between_steps = later, False
         freed = [*freed, *(order.donor_id for order in ended)]

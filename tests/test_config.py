@@ -117,3 +117,9 @@ def test_a_named_embedder_whose_model_is_missing_says_how_to_get_it(tmp_path, mo
     with pytest.raises(MissingDependencyError) as caught:
         SemBlend(SemBlendConfig(embedder="static", models=str(tmp_path)))
     assert caught.value.hint
+
+
+@pytest.mark.parametrize("said", ["acme,bolt", "acme, bolt", "true", "ALL", "1", "'acme'", "acme;bolt"])
+def test_a_forget_that_names_no_tenant_is_refused_and_not_passed_over(said):
+    with pytest.raises(ConfigError, match="names no tenant"):
+        SemBlendConfig(forget=said)

@@ -50,6 +50,10 @@ def setting(default: T, help: str) -> T:
     return field(default=default, metadata={"help": help})
 
 
+_NO_TENANTS = {"1", "0", "true", "false", "yes", "no", "on", "off", "all"}
+"""Words that somebody writes who means everybody or nobody: where a server has to forget, no slip goes unnoticed."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SemBlendConfig:
     """How a `SemBlend` behaves. Environment variables are the field names in capitals after ``SEMBLEND_``."""
@@ -174,6 +178,11 @@ class SemBlendConfig:
                 "exact_materialization_only=0 asks for spans that are not token-equal, and no backend offers that",
                 hint="leave SEMBLEND_EXACT_MATERIALIZATION_ONLY at 1",
             )
+
+        said = self.forget.split()
+        if {word.lower() for word in said} & _NO_TENANTS or any(set(word) & set(",;'\"") for word in said):
+            hint = "names with spaces between, such as forget='acme bolt'; `*` alone for everybody"
+            raise ConfigError(f"forget is {self.forget!r}, which names no tenant", hint=hint)
 
     def find_tenant_quality(self, tenant: str) -> str | None:
         """The quality that a tenant's requests have unless they say another; None: the server's."""

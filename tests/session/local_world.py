@@ -71,6 +71,13 @@ class LocalWorld:
     def donate(self, **more) -> None:
         self.slots.give_back(self.compute(self.request("donor", [3, 1, 4, *DOCUMENT, 9, 9], **more)))
 
+    def donate_as(self, tenant: str, tokens: list[int]) -> tuple[str | None, int]:
+        """A donor of a tenant; its name, and the bytes of all donors in host memory."""
+        slots, prompt = self.slots.take(len(tokens)), Prompt(tokens, namespace=Namespace(tenant=tenant))
+        name = self.sessions.donors.keep(prompt, slots)
+        self.slots.give_back(slots)
+        return name, self.sessions.donors.kv.used_bytes["host"]
+
     def begin(self, request: SessionRequest) -> int:
         """Offer and begin; the tokens that are offered."""
         offered = self.sessions.offer(request, 0)

@@ -45,6 +45,30 @@ def test_a_document_at_another_place_is_provided_in_whole_pages_up_to_the_last_t
     assert first < world.sessions.find_exact_until("r") <= first + 32
 
 
+@pytest.mark.parametrize("asked", [{"quality": "exact"}, {"opt_out": True}])
+def test_a_receipt_says_that_a_request_wanted_no_reuse(world, asked):
+    world.donate()
+    world.compute(world.request("r", TARGET, **asked))
+    assert [(one.reused_tokens, one.reason) for one in world.receipts()][-1] == (0, "disabled")
+
+
+def test_what_one_tenant_keeps_first_pushes_out_nothing_of_another():
+    """Room for two donors of each of two tenants."""
+    texts = {
+        name: [number * 131 + at for at in range(100)] for number, name in enumerate(("a1", "a2", "b1", "b2", "a3"))
+    }
+    one = LocalWorld(slots=1024).donate_as("a", texts["a1"])[1]
+    world = LocalWorld(slots=1024, donor_host_bytes=4 * one)
+    held = {name: world.donate_as(name[0], texts[name])[0] for name in ("a1", "a2", "b1", "b2")}
+    for name in ("a1", "a2"):
+        world.sessions.donors.keep_first(held[name], 600.0)
+    world.donate_as("a", texts["a3"])
+    left = world.sessions.donors.generations
+    assert held["b1"] in left
+    assert held["b2"] in left
+    assert (held["a1"] in left) + (held["a2"] in left) == 1
+
+
 def test_while_others_run_a_load_goes_on_step_by_step(world):
     world.donate()
     world.begin(world.request("r", TARGET))

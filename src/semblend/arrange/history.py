@@ -143,9 +143,12 @@ class HistoryEditor:
         target = self.target_tokens or self.budget_tokens // 2
         object.__setattr__(self, "target_tokens", target)
         object.__setattr__(self, "at_least_tokens", self.at_least_tokens or max(1, (self.budget_tokens - target) // 2))
-        if not 0 < target < self.budget_tokens or self.at_least_tokens < 1 or self.keep_results < 1:
-            hint = "a target below the budget; at_least_tokens and keep_results of 1 or more"
-            raise InputError(f"an editor cannot bring {self.budget_tokens} tokens down to {target}", hint=hint)
+        if not 0 < target < self.budget_tokens:
+            what = f"target_tokens is {target} and budget_tokens {self.budget_tokens}"
+            raise InputError(what, hint="the target lies above 0 and below the budget")
+        for name in ("at_least_tokens", "keep_results"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} is {getattr(self, name)}", hint="1 or more")
 
     def edit(self, messages: Sequence[Message], *, base: str = "", sent: int | None = None) -> EditedHistory:
         """The history as it is to be sent; ``messages`` are OpenAI's and stay as they are.

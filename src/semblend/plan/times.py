@@ -105,7 +105,8 @@ class Forecast:
 
     def describe(self) -> str:
         if self.timed:
-            return f"reuse is expected to take {self.reuse:.1f} ms, a prefill {self.cold:.1f} ms"
+            short = f": less than {1 - PAYS_BELOW:.0%} saved" if PAYS_BELOW <= self.cost < 1 else ""
+            return f"reuse is expected to take {self.reuse:.1f} ms, a prefill {self.cold:.1f} ms{short}"
         return f"such prompts cost {self.cost:.2f} of a prefill"
 
 

@@ -425,7 +425,7 @@ class Sessions:
             mode=session.mode,
             prompt_tokens=len(session.prompt),
             exact_tokens=session.exact_tokens,
-            decision=session.plan or session.decision,
+            decision=session.plan or session.decision or self._explain_opt_out(session),
             lookup_ms=session.lookup_ms,
             compute_ms=compute_ms,
             ttft_ms=ttft_ms,
@@ -440,6 +440,13 @@ class Sessions:
         self.record(session.receipt)
         self._note_lineage(session)
         return session.receipt
+
+    def _explain_opt_out(self, session: ReuseSession) -> Decline | None:
+        """Why nobody looked for donors; an engine may know that before it asks."""
+        if not self.opts_out(session):
+            return None
+        asked = "the request opted out" if session.request.opt_out else "mode exact takes exact prefixes only"
+        return Decline(DeclineReason.DISABLED, asked)
 
     def _note_lineage(self, session: ReuseSession) -> None:
         """A conversation goes on, exactly or edited: its donor is wanted again, and known by this request's name."""

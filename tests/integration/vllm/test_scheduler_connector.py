@@ -1544,7 +1544,8 @@ def test_a_request_that_forgets_takes_nothing_of_donors_and_becomes_one(world, a
     assert claimed == 0
     assert [capture.donor_id for capture in orders.captures] == ["forgets"]
     world.told(orders)
-    assert world.half.finish("forgets").mode == "exact"
+    receipt = world.half.finish("forgets")
+    assert (receipt.mode, receipt.reason) == ("exact", "disabled")
     assert world.admit(target("other"))[0] > 0
 
 

@@ -131,9 +131,7 @@ class WorkerDonors:
         kept = prompt if tokens == len(prompt) else Prompt(prompt.token_ids[:tokens], namespace=prompt.namespace)
         return self._order(record, record.request_id, kept, record.block_ids, at_once=True)
 
-    def order_answered(
-        self, record: Record, tokens: int, block_ids: Sequence[int], *, is_last: bool
-    ) -> Capture | None:
+    def order_answered(self, record: Record, tokens: int, block_ids: Sequence[int], *, is_last: bool) -> Capture | None:
         """Order the capture of ``tokens`` of prompt and answer, of a request that has ended and gives its blocks away.
 
         Under a name of its own: what was captured of the prompt is superseded where nobody needs it any more. Workers

@@ -72,7 +72,7 @@ class DonorCommand:
 class DonorAdmin:
     """Takes commands from other threads; ``act`` does one to one donor, in the scheduler's thread.
 
-    ``find_heir``: the donor that holds what stood under an id; an earlier turn of a conversation is in its newest donor.
+    ``find_heir``: the donor that holds what stood under an id: earlier turns of a conversation are in its newest donor.
     ``patience_s``: how long a caller waits for the scheduler. An idle engine has no steps: its caller is told that the
     command is queued, and it is done before anything else happens.
     """

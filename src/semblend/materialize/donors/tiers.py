@@ -415,7 +415,7 @@ class DonorKv:
         return any(self._books.budget[tier] for tier in tiers)
 
     def has_room_on_device(self, layout: Layout, tokens: int) -> bool:
-        """Whether a capture of so many tokens stays on the device and moves no other donor: it takes hardly any time."""
+        """Whether a capture of so many tokens stays on the device and moves no other donor: such copies are quick."""
         if layout.device.type == "cpu" or layout.device.type != self._device_type:
             return False
         shape = (layout.layers, tokens, layout.kv_heads, layout.head_dim)

@@ -110,10 +110,11 @@ def run_script(engine: Engine, script: Script) -> list[dict[str, Any]]:
     arms = list(ARMS) if script.kind in ("ten edits",) or len(script.steps) == 4 else ["stock", "ours"]
 
     def ask(arm: str, number: int, what: str, ids: Sequence[int]) -> None:
-        name = f"{script.name}-{arm}-{number}".replace("/", "-").replace(" ", "-")
+        salt = f"{script.name}-{arm}".replace("/", "-").replace(" ", "-")  # vLLM takes no slashes
+        name = f"{salt}-{number}"
         row = {"script": script.name, "kind": script.kind, "dataset": script.dataset, "length": script.length,
                "arm": arm, "step": number, "what": what, "tokens": len(ids), "request": name}  # fmt: skip
-        rows.append(row | engine.ask(arm, ids, name, f"{script.name} {arm}"))
+        rows.append(row | engine.ask(arm, ids, name, salt))
 
     for number, step in enumerate(script.steps):
         for arm in arms if number % 2 else arms[::-1]:

@@ -3,7 +3,7 @@
 A script is what one agent sends, step by step. Answers are those of the recorded run, whatever an engine says.
 
     one edit    two exact steps, one behind an edit of some kind, and the step after it
-    ten edits   an exact step, then ten whose old tool results are cleared again each time
+    ten edits   an exact step, then ten at which another old tool result is cleared
     whole run   every step of a run; a `HistoryEditor` shortens it in batches
 """
 
@@ -100,12 +100,15 @@ def _edit_once(run: Run, how: str, encode: Encode, asked: list[int], length: int
 
 
 def _edit_often(run: Run, encode: Encode, asked: list[int], length: int) -> Script | None:
-    calls, messages = _calls(run, encode, length), run.messages
-    if len(calls) <= EDITS_IN_A_ROW:
+    """The last calls that had a tool result to clear since the one before; those between them are left out."""
+    messages, sent = run.messages, list[Sequence[Message]]()
+    for call in _calls(run, encode, length):
+        now = EDITS["cleared"](messages[:call], 0)
+        if not sent or tuple(now[: len(sent[-1])]) != tuple(sent[-1]):
+            sent.append(now)
+    if len(sent) <= EDITS_IN_A_ROW:
         return None
-    first, *edited = calls[-EDITS_IN_A_ROW - 1 :]
-    sent = [messages[:first], *(EDITS["cleared"](messages[:call], 0) for call in edited)]
-    steps = _name_steps(sent, encode, asked)
+    steps = _name_steps(sent[-EDITS_IN_A_ROW - 1 :], encode, asked)
     return Script(f"ten edits/{run.name}/{length}", "ten edits", run.dataset, length, steps)
 
 

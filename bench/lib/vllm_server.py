@@ -69,7 +69,11 @@ class VllmServer(ServerProcess):
         request = self._make_request("/v1/completions", body)
         request.add_header("X-Request-Id", request_id)
         answer, begun = Answer(request_id), time.perf_counter()
-        with urllib.request.urlopen(request, timeout=300) as lines:
+        try:
+            lines = urllib.request.urlopen(request, timeout=300)
+        except urllib.error.HTTPError as error:
+            raise RuntimeError(f"{request_id}: {error.code} {error.read(2000).decode(errors='replace')}") from error
+        with lines:
             for line in lines:
                 data = line.decode().removeprefix("data: ").strip()
                 if data.startswith("{"):

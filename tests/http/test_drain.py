@@ -250,8 +250,9 @@ def test_a_signal_before_the_server_listens_to_signals_is_an_interrupt() -> None
         "    async def _run(self):\n"
         "        os.kill(os.getpid(), signal.SIGINT)\n"
         "        await __import__('asyncio').sleep(60)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs begin without it
         "try:\n"
-        "    Early(None, listen('127.0.0.1', 0)).run()\n"
+        "    print('ended', Early(None, listen('127.0.0.1', 0)).run())\n"
         "except KeyboardInterrupt:\n"
         "    print('interrupted')\n"
     )

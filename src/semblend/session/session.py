@@ -149,7 +149,8 @@ class ReuseSession:
     ``approximate_from``: KV from there on may differ from a cold prefill's; None where all is exact. ``cold``: why it
     is computed without donors, for good. ``loads_begun``: how often one has begun. ``predicted_loss``: why a reuse is
     expected to cost more than it saves, once ``judged``: engines ask often, and the memory counts what it declines.
-    ``expected``: what its last plan was expected to take. ``taken_up``: when the engine began with it, by a clock.
+    ``heals``: it is computed so that later edits have a donor. ``expected``: what its last plan was expected to take.
+    ``taken_up``: when the engine began with it, by a clock.
     ``restarted``: the engine took its KV back after the answer had begun. ``private``: nothing of it may be published.
     """
 
@@ -168,6 +169,7 @@ class ReuseSession:
     loads_begun: int = 0
     judged: bool = False
     predicted_loss: Decline | None = None
+    heals: bool = False
     expected: Expectation | None = None
     taken_up: float | None = None
     kept_tokens: int = 0

@@ -32,7 +32,7 @@ from semblend.materialize.gate.thresholds import PlanShape
 from semblend.plan.cost import explain_lost_donor
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.plan.selection import keep_in_order, leave_out_repetitions
-from semblend.plan.times import AT_ONCE, NOTHING, PASSES, Forecast, Timed, TimeModel, Work
+from semblend.plan.times import AT_ONCE, NOTHING, PASSES, PAYS_BELOW, Forecast, Timed, TimeModel, Work
 from semblend.quality import choose_quality, read_nats
 from semblend.session.edit_debts import EditDebts, EditedHistory
 from semblend.session.lineage import Lineage
@@ -41,6 +41,11 @@ from semblend.session.trial import KindSwitches, Trial
 
 log = logging.getLogger("semblend.session")
 
+_LOOKED_UP = {  # donors were looked for, and none of them would do
+    DeclineReason.NOTHING_SHARED,
+    DeclineReason.BELOW_BREAK_EVEN,
+    DeclineReason.QUALITY_RISK,
+}
 SHORT_TAIL = 128
 """Tokens behind the last span that we compute in mode fast too: a pass of ours runs in any case, and what is left to
 the engine is then as quick as decoding. Tails of 32 were measured."""
@@ -152,6 +157,22 @@ class Sessions:
             session.offer(decision, end)
         return session.offered_tokens
 
+    def is_quicker_from(self, session: ReuseSession, tokens: int) -> bool:
+        """Whether a request goes on from so many tokens of an earlier one more quickly than by what was decided.
+
+        Not where it is computed for a reason: to become a donor, to compare, or because it wants no reuse.
+        """
+        decision = session.decision
+        if session.heals or (isinstance(decision, Decline) and decision.reason not in _LOOKED_UP):
+            return False
+        whole, cold = len(session.prompt), session.exact_tokens
+        goes_on, alone = (
+            self.times.expect(session.path, NOTHING, NOTHING, Work.of_prefill(whole, exact)).cold
+            for exact in (tokens, cold)
+        )
+        offered = session.expected.forecast.reuse if session.offered_tokens and session.expected else alone
+        return goes_on < PAYS_BELOW * min(offered, alone)
+
     def stand_back(self, session: ReuseSession, exact_tokens: int, why: str | None) -> None:
         """The engine computes what lies behind its ``exact_tokens``; nothing is offered until it asks again."""
         if session.state in (State.LOADING, State.FILLED):
@@ -228,6 +249,7 @@ class Sessions:
         """Why a plan is not begun: it does not pay, or its request was drawn to compare; None where it is begun."""
         history = _find_edited(session, plan)
         if history is not None and (why := self.debts.settle(history, expected.forecast)):
+            session.heals = True
             return Decline(DeclineReason.BELOW_BREAK_EVEN, why)
         verdict = self.outcomes.judge(plan, session.prompt.namespace, expected.forecast, session.mode)
         if verdict.decline is None or verdict.is_by_cost:

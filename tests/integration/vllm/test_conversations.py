@@ -283,6 +283,65 @@ def test_with_sharing_off_every_turn_is_planned_anew():
     assert not set(one.block_hashes[1:]) & set(request.block_hashes[1:])
 
 
+# -- edits in a row ----------------------------------------------------------------------------------------------
+
+
+EDITED = [*range(2000, 2017), *DOCUMENT[40:], *range(3000, 3200)]  # a donor's text without its beginning, and new ones
+FURTHER = [*EDITED[:320], *EDITED[340:], *range(3500, 3600)]  # a later part of it is gone, and more has come
+
+
+def test_an_edit_of_an_edit_goes_on_from_what_both_begin_with(world):
+    one = serve(world, tokens=EDITED)
+    _, found = go_on(world, "two", one, FURTHER)
+    assert found == 320 // BLOCK * BLOCK
+    receipt = world.half.finish("two")
+    assert (receipt.outcome, receipt.reused_tokens) == ("backend_materialized_reuse", len(DOCUMENT) - 40)
+    assert receipt.detail == f"goes on from {found} tokens of an earlier prompt, whose risk this is"
+    world.half.finish("one")
+    assert world.half._records == {}
+
+
+def test_a_third_edit_goes_on_from_the_second_where_they_have_more_in_common(world):
+    two, _ = go_on(world, "two", serve(world, tokens=EDITED), FURTHER)
+    third = [*FURTHER[:440], *range(3900, 3990)]
+    _, found = go_on(world, "three", two, third)
+    assert found == 440 // BLOCK * BLOCK
+
+
+@pytest.mark.parametrize("asked", [{"quality": "exact"}, {"opt_out": True}, {"quality": "balanced"}])
+def test_an_edit_in_another_mode_does_not_go_on(world, asked):
+    serve(world, tokens=EDITED)
+    other = FakeRequest("two", FURTHER, kv_transfer_params={"semblend": asked})
+    assert world.half.count_matched(other, BLOCK) is not None
+
+
+def test_an_edit_of_another_tenant_does_not_go_on(world):
+    serve(world, tokens=EDITED)
+    assert world.half.count_matched(FakeRequest("two", FURTHER, salt="theirs"), BLOCK) is not None
+
+
+def test_another_question_about_one_document_does_not_go_on_from_the_first_ones_blocks(world):
+    serve(world, tokens=[*range(2000, 2017), *DOCUMENT, *range(3000, 3100)])
+    assert world.half.count_matched(FakeRequest("two", [*range(2000, 2017), *DOCUMENT, *range(3500, 3600)]), BLOCK) > 0
+
+
+def test_an_edit_that_is_to_be_computed_once_for_later_ones_is_computed(world, monkeypatch):
+    serve(world, tokens=EDITED)
+    monkeypatch.setattr(world.half.sessions.debts, "settle", lambda *_: "computed once")
+    assert world.half.count_matched(FakeRequest("two", FURTHER), BLOCK) == 0
+
+
+def test_an_edit_whose_common_beginning_was_evicted_is_planned_anew(world):
+    serve(world, tokens=EDITED)
+    request = FakeRequest("two", FURTHER)
+    before = list(request.block_hashes)
+    assert world.half.count_matched(request, BLOCK) is None
+    assert world.half.count_matched(request, 2 * BLOCK) is not None
+    assert request.block_hashes == before
+    assert len(world.half.shares) == 0
+    assert not world.half.shares._begun
+
+
 # -- the risk ---------------------------------------------------------------------------------------------------------
 
 

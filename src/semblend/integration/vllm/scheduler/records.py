@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from semblend.confirm.receipt import Receipt, RequestFacts, build_receipt
@@ -50,7 +50,8 @@ class Share:
     """Approximate blocks of one prompt; ``result`` is None while they are being filled for request ``owner``.
 
     ``end`` is the exact hash of the prompt's last full block, and stands for all tokens up to there; ``rest`` are those
-    behind it. ``prompt_tokens`` counts both.
+    behind it. ``prompt_tokens`` counts both. ``marks``: exact hashes on the way there, and to the ends of those who went
+    on from it.
     """
 
     end: bytes
@@ -62,6 +63,7 @@ class Share:
     plan: ReusePlan
     prompt_tokens: int
     result: LoadResult | None = None
+    marks: dict[bytes, None] = field(default_factory=dict)
 
     @property
     def name(self) -> tuple[Any, ...]:
@@ -116,7 +118,8 @@ class Record(ReuseSession):
     ``block_ids``: it was admitted with these, to be loaded or to be computed. ``salted``: its hashes from
     ``first_block`` on are not its own. ``checked_blocks``: so many were seen to be private. ``entered``: vLLM has its
     filled blocks in its prefix cache. ``lent``: what others may share of it. ``share``: the blocks of an equal prompt,
-    or of one that it goes on from, that it looks for, or has; it found ``found_tokens``. ``cost``: of the load that was
+    or of one that it goes on from, that it looks for, or has; they have ``common_tokens`` at the beginning, and it found
+    ``found_tokens``. ``cost``: of the load that was
     last considered, for `healing`. ``brought_from``: another connector brings the tokens from there on, and its
     load may run in the request's first step. ``spoiled``: why some of what its KV is computed on is wrong.
     """
@@ -128,6 +131,7 @@ class Record(ReuseSession):
     entered: bool = False
     lent: Share | None = None
     share: Share | None = None
+    common_tokens: int = 0
     found_tokens: int = 0
     cost: LoadCost | None = None
     brought_from: int | None = None

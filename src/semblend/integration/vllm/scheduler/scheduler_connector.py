@@ -20,6 +20,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -130,6 +131,9 @@ class SchedulerConnector:
         offered = self.sessions.offer(record, local_tokens)
         if record.decision is not before:
             record.cost = None
+        if self.shares and self._shares_blocks and self._may_reuse(record):
+            if self.shares.join_part(record, local_tokens, partial(self.sessions.is_quicker_from, record)):
+                return None
         if offered and isinstance(record.decision, ReusePlan) and self.healing.must_compute(record, record.decision):
             self._leave_to_vllm(record)
         return record.offered_tokens

@@ -9,6 +9,9 @@ does with all others.
 The whole prompt counts, the question too: in mode balanced the gate chose and judged for it. A next turn asks another
 question, so it goes on only where the risk leaves room for that (`explain_no_room`), else it is planned for itself.
 
+A prompt that was edited once more begins like the one that was loaded, up to the edit (`join_part`). Nobody holds that
+beginning exactly, so it goes on from there where that is quicker than what donors offer.
+
 A prompt that arrives while what it could share is being loaded waits for it.
 """
 
@@ -16,7 +19,7 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from semblend.integration.vllm.scheduler.prefix_locks import PrefixLocks
@@ -26,6 +29,12 @@ from semblend.quality import explain_no_room
 from semblend.session.session import NEVER, LoadResult
 
 MAX_SHARES = 4096
+MARK_BLOCKS = 16
+"""Beginnings are told apart in steps of so many blocks."""
+NEW_IN_COMMON = 64
+"""Tokens that no donor held and both have are a sign of one conversation; users of one document have only that."""
+MAX_MARKS = 4096
+"""Of one load and those who go on from it; a conversation that outgrows them begins anew with its next load."""
 MIN_FOUND = 0.5
 """Of the donors' tokens so many have to be there still. The others are computed; loading all again costs less than a
 prefill of half of them."""
@@ -38,6 +47,7 @@ class SharedBlocks:
         self._locks, self._block_tokens, self._most = locks, block_tokens, most
         self._shares: OrderedDict[tuple[Any, ...], Share] = OrderedDict()
         self._ends: dict[bytes, list[Share]] = {}
+        self._begun: dict[bytes, Share] = {}  # by marks, the newest
 
     def __len__(self) -> int:
         return len(self._shares)
@@ -55,6 +65,7 @@ class SharedBlocks:
         self._drop(self._shares.get(share.name))
         self._shares[share.name] = record.lent = share
         self._ends.setdefault(share.end, []).append(share)
+        self._mark(share, full)
         if len(self._shares) > self._most:
             self._drop(next(iter(self._shares.values())))
         return key
@@ -80,12 +91,49 @@ class SharedBlocks:
             elif local_tokens > first // self._block_tokens * self._block_tokens:
                 continue  # more of it is exact by now
             elif share.prompt_tokens == len(record.prompt) or not explain_no_room(share.result.risk, record.mode):
-                self._shares.move_to_end(share.name)
-                record.withdraw()
-                record.exact_tokens, record.decision, record.share = local_tokens, share.plan, share
-                self._locks.lock(record, first, share.key)
+                self._join(record, share, local_tokens, share.prompt_tokens)
                 return True
         return False
+
+    def join_part(self, record: Record, local_tokens: int, is_quicker: Callable[[int], bool]) -> bool:
+        """As `join`, for a prompt that has only its beginning in common with one that was loaded.
+
+        ``is_quicker``: whether to go on from so many tokens is quicker than what else could be done.
+        """
+        found = self._find_part(record)
+        if found is None:
+            return False
+        share, common = found
+        held, begun = share.plan.until(common).reused_tokens, share.plan.spans[0].target_start
+        is_same = common > local_tokens and held > 0 and common - begun - held >= NEW_IN_COMMON
+        if share.result is None or not is_same or explain_no_room(share.result.risk, record.mode):
+            return False
+        if not is_quicker(common):
+            return False
+        self._join(record, share, local_tokens, common)
+        return True
+
+    def _join(self, record: Record, share: Share, local_tokens: int, common_tokens: int) -> None:
+        self._shares.move_to_end(share.name)
+        record.withdraw()
+        record.exact_tokens, record.decision, record.share = local_tokens, share.plan, share
+        record.common_tokens = common_tokens
+        self._locks.lock(record, share.plan.spans[0].target_start, share.key)
+
+    def _find_part(self, record: Record) -> tuple[Share, int] | None:
+        """Who has the longest beginning in common with this prompt, and how long that is."""
+        full, asked = record.source.block_hashes, (record.prompt.namespace.digest, record.mode)
+        for count in range(len(full) // MARK_BLOCKS * MARK_BLOCKS, 0, -MARK_BLOCKS):
+            share = self._begun.get(bytes(full[count - 1]))
+            if share is not None and (share.namespace, share.mode) == asked:
+                return share, count * self._block_tokens
+        return None
+
+    def _mark(self, share: Share, hashes: Sequence[bytes]) -> None:
+        for mark in map(bytes, hashes[MARK_BLOCKS - 1 :: MARK_BLOCKS]):
+            if len(share.marks) < MAX_MARKS:
+                share.marks[mark] = None
+                self._begun[mark] = share
 
     def _find(self, record: Record) -> Iterator[Share]:
         """Shares of the prompts that this one begins with, the longest first."""
@@ -108,7 +156,7 @@ class SharedBlocks:
         share = record.share
         if share is not None and self._shares.get(share.name) is share:
             found = share.plan.until(found_tokens).reused_tokens
-            if found and found >= MIN_FOUND * share.plan.reused_tokens:
+            if found and found >= MIN_FOUND * share.plan.until(record.common_tokens).reused_tokens:
                 record.found_tokens = found_tokens
                 return True
         self.drop_of(record)
@@ -131,9 +179,11 @@ class SharedBlocks:
                 risk=share.result.risk,
                 escalations=share.result.escalations,
                 canary=share.result.canary,
-                detail=goes_on if share.prompt_tokens < len(record.prompt) else "",
+                detail="" if record.common_tokens == len(record.prompt) else goes_on,
             )
             record.share_kv(plan, result)
+            if record.salted is not None:
+                self._mark(share, record.salted.exact[: len(record.prompt) // self._block_tokens])
 
     def leave(self, record: Record) -> None:
         """The request goes its own way, under its own hashes."""
@@ -159,6 +209,7 @@ class SharedBlocks:
     def clear(self) -> None:
         self._shares.clear()
         self._ends.clear()
+        self._begun.clear()
 
     def _drop(self, share: Share | None) -> None:
         if share is None or self._shares.get(share.name) is not share:
@@ -167,3 +218,6 @@ class SharedBlocks:
         self._ends[share.end].remove(share)
         if not self._ends[share.end]:
             del self._ends[share.end]
+        for mark in share.marks:
+            if self._begun.get(mark) is share:
+                del self._begun[mark]

@@ -50,8 +50,8 @@ class Share:
     """Approximate blocks of one prompt; ``result`` is None while they are being filled for request ``owner``.
 
     ``end`` is the exact hash of the prompt's last full block, and stands for all tokens up to there; ``rest`` are those
-    behind it. ``prompt_tokens`` counts both. ``marks``: exact hashes on the way there, and to the ends of those who went
-    on from it.
+    behind it. ``prompt_tokens`` counts both. ``marks``: exact hashes on the way there, and on that of those who went on
+    from it.
     """
 
     end: bytes
@@ -118,10 +118,9 @@ class Record(ReuseSession):
     ``block_ids``: it was admitted with these, to be loaded or to be computed. ``salted``: its hashes from
     ``first_block`` on are not its own. ``checked_blocks``: so many were seen to be private. ``entered``: vLLM has its
     filled blocks in its prefix cache. ``lent``: what others may share of it. ``share``: the blocks of an equal prompt,
-    or of one that it goes on from, that it looks for, or has; they have ``common_tokens`` at the beginning, and it found
-    ``found_tokens``. ``cost``: of the load that was
-    last considered, for `healing`. ``brought_from``: another connector brings the tokens from there on, and its
-    load may run in the request's first step. ``spoiled``: why some of what its KV is computed on is wrong.
+    or of one that it goes on from, that it looks for, or has: they begin with the same ``common_tokens``, and it found
+    ``found_tokens``. ``cost``: of the load that was last considered, for `healing`. ``brought_from``: another connector
+    brings the tokens from there on, and its load may run in the request's first step. ``spoiled``: why some of what its KV is computed on is wrong.
     """
 
     salted: Salted | None = None

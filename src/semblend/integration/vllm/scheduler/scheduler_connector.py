@@ -122,18 +122,19 @@ class SchedulerConnector:
             self._start_over(request.request_id)
         if record.share is not None and self.shares.find_blocks(record, local_tokens):
             return 0
-        if self._may_reuse(record):
-            if self.shares and self._shares_blocks and self.shares.join(record, local_tokens, self._records):
-                return None
-            if self.healing.must_wait(record, local_tokens, self._records):
-                return None
+        may_reuse = self._may_reuse(record)
+        may_share = may_reuse and self._shares_blocks and len(self.shares) > 0
+        if may_share and self.shares.join(record, local_tokens, self._records):
+            return None
+        if may_reuse and self.healing.must_wait(record, local_tokens, self._records):
+            return None
         before = record.decision
         offered = self.sessions.offer(record, local_tokens)
         if record.decision is not before:
             record.cost = None
-        if self.shares and self._shares_blocks and self._may_reuse(record):
-            if self.shares.join_part(record, local_tokens, partial(self.sessions.is_quicker_from, record)):
-                return None
+        is_quicker = partial(self.sessions.is_quicker_from, record)
+        if may_share and self.shares.join_part(record, local_tokens, is_quicker):
+            return None
         if offered and isinstance(record.decision, ReusePlan) and self.healing.must_compute(record, record.decision):
             self._leave_to_vllm(record)
         return record.offered_tokens

@@ -120,7 +120,8 @@ class Record(ReuseSession):
     filled blocks in its prefix cache. ``lent``: what others may share of it. ``share``: the blocks of an equal prompt,
     or of one that it goes on from, that it looks for, or has: they begin with the same ``common_tokens``, and it found
     ``found_tokens``. ``cost``: of the load that was last considered, for `healing`. ``brought_from``: another connector
-    brings the tokens from there on, and its load may run in the request's first step. ``spoiled``: why some of what its KV is computed on is wrong.
+    brings the tokens from there on, and its load may run in the request's first step. ``spoiled``: why some of what its
+    KV is computed on is wrong.
     """
 
     salted: Salted | None = None

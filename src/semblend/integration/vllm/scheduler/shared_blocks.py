@@ -29,8 +29,8 @@ from semblend.quality import explain_no_room
 from semblend.session.session import NEVER, LoadResult
 
 MAX_SHARES = 4096
-MARK_BLOCKS = 16
-"""Beginnings are told apart in steps of so many blocks."""
+MARK_TOKENS = 256
+"""Beginnings are told apart in steps of so many tokens, or of a block where that is more."""
 NEW_IN_COMMON = 64
 """Tokens that no donor held and both have are a sign of one conversation; users of one document have only that."""
 MAX_MARKS = 4096
@@ -45,6 +45,7 @@ class SharedBlocks:
 
     def __init__(self, locks: PrefixLocks, block_tokens: int, most: int = MAX_SHARES) -> None:
         self._locks, self._block_tokens, self._most = locks, block_tokens, most
+        self._step = max(1, MARK_TOKENS // block_tokens)  # in blocks
         self._shares: OrderedDict[tuple[Any, ...], Share] = OrderedDict()
         self._ends: dict[bytes, list[Share]] = {}
         self._begun: dict[bytes, Share] = {}  # by marks, the newest
@@ -123,14 +124,14 @@ class SharedBlocks:
     def _find_part(self, record: Record) -> tuple[Share, int] | None:
         """Who has the longest beginning in common with this prompt, and how long that is."""
         full, asked = record.source.block_hashes, (record.prompt.namespace.digest, record.mode)
-        for count in range(len(full) // MARK_BLOCKS * MARK_BLOCKS, 0, -MARK_BLOCKS):
+        for count in range(len(full) // self._step * self._step, 0, -self._step):
             share = self._begun.get(bytes(full[count - 1]))
             if share is not None and (share.namespace, share.mode) == asked:
                 return share, count * self._block_tokens
         return None
 
     def _mark(self, share: Share, hashes: Sequence[bytes]) -> None:
-        for mark in map(bytes, hashes[MARK_BLOCKS - 1 :: MARK_BLOCKS]):
+        for mark in map(bytes, hashes[self._step - 1 :: self._step]):
             if len(share.marks) < MAX_MARKS:
                 share.marks[mark] = None
                 self._begun[mark] = share

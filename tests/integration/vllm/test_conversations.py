@@ -331,6 +331,25 @@ def test_an_edit_that_is_to_be_computed_once_for_later_ones_is_computed(world, m
     assert world.half.count_matched(FakeRequest("two", FURTHER), BLOCK) == 0
 
 
+def test_an_edit_of_which_more_is_exact_by_now_keeps_that(world):
+    serve(world, tokens=EDITED)
+    request = FakeRequest("two", FURTHER)
+    before = list(request.block_hashes)
+    assert world.half.count_matched(request, 3 * BLOCK) is not None
+    assert request.block_hashes == before
+
+
+def test_a_reset_between_the_look_and_the_blocks_leaves_nothing_to_find(world):
+    one = serve(world, tokens=EDITED)
+    request = FakeRequest("two", FURTHER)
+    assert world.half.count_matched(request, BLOCK) is None
+    found = find_blocks(one, request)
+    assert world.half.count_matched(request, found) == 0
+    world.half.shares.clear()
+    world.allocate(request, len(FURTHER))
+    assert not world.half.shares._begun
+
+
 def test_an_edit_whose_common_beginning_was_evicted_is_planned_anew(world):
     serve(world, tokens=EDITED)
     request = FakeRequest("two", FURTHER)

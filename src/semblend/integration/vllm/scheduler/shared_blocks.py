@@ -84,13 +84,12 @@ class SharedBlocks:
         In the second case the request's hashes are salted like theirs, so that vLLM's next look finds them.
         """
         for share in self._find(record):
-            first = share.plan.spans[0].target_start
             if share.result is None:
                 owner = records.get(share.owner)
                 if owner is not None and owner.is_loading and owner is not record:
                     return True
-            elif local_tokens > first // self._block_tokens * self._block_tokens:
-                continue  # more of it is exact by now
+            elif self._is_exact_further(share, local_tokens):
+                continue
             elif share.prompt_tokens == len(record.prompt) or not explain_no_room(share.result.risk, record.mode):
                 self._join(record, share, local_tokens, share.prompt_tokens)
                 return True
@@ -106,13 +105,17 @@ class SharedBlocks:
             return False
         share, common = found
         held, begun = share.plan.until(common).reused_tokens, share.plan.spans[0].target_start
-        is_same = common > local_tokens and held > 0 and common - begun - held >= NEW_IN_COMMON
-        if share.result is None or not is_same or explain_no_room(share.result.risk, record.mode):
+        is_same = held > 0 and common - begun - held >= NEW_IN_COMMON
+        if share.result is None or not is_same or self._is_exact_further(share, local_tokens):
             return False
-        if not is_quicker(common):
+        if explain_no_room(share.result.risk, record.mode) or not is_quicker(common):
             return False
         self._join(record, share, local_tokens, common)
         return True
+
+    def _is_exact_further(self, share: Share, local_tokens: int) -> bool:
+        """Whether more of a prompt is exact by now than of the one that shares its blocks."""
+        return local_tokens > share.plan.spans[0].target_start // self._block_tokens * self._block_tokens
 
     def _join(self, record: Record, share: Share, local_tokens: int, common_tokens: int) -> None:
         self._shares.move_to_end(share.name)
@@ -131,7 +134,8 @@ class SharedBlocks:
         return None
 
     def _mark(self, share: Share, hashes: Sequence[bytes]) -> None:
-        for mark in map(bytes, hashes[self._step - 1 :: self._step]):
+        is_there = self._shares.get(share.name) is share
+        for mark in map(bytes, hashes[self._step - 1 :: self._step] if is_there else ()):
             if len(share.marks) < MAX_MARKS:
                 share.marks[mark] = None
                 self._begun[mark] = share

@@ -23,6 +23,7 @@ from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.plan.times import Forecast, Work
 from semblend.prompt import Prompt
 from semblend.quality import GATED_MODE, find_path
+from semblend.session.edit_debts import EditedHistory
 
 NEVER = -1
 """The epoch of a decision that is taken again whenever somebody asks."""
@@ -149,7 +150,9 @@ class ReuseSession:
     ``approximate_from``: KV from there on may differ from a cold prefill's; None where all is exact. ``cold``: why it
     is computed without donors, for good. ``loads_begun``: how often one has begun. ``predicted_loss``: why a reuse is
     expected to cost more than it saves, once ``judged``: engines ask often, and the memory counts what it declines.
-    ``heals``: it is computed so that later edits have a donor. ``expected``: what its last plan was expected to take.
+    ``heals``: it is computed so that later edits have a donor. ``edited``: the history that it is an edit of.
+    ``goes_on_from``: tokens that it has in common with an earlier edited prompt whose KV it may share, beside what
+    donors offer. ``expected``: what its last plan was expected to take.
     ``taken_up``: when the engine began with it, by a clock.
     ``restarted``: the engine took its KV back after the answer had begun. ``private``: nothing of it may be published.
     """
@@ -170,6 +173,8 @@ class ReuseSession:
     judged: bool = False
     predicted_loss: Decline | None = None
     heals: bool = False
+    edited: EditedHistory | None = None
+    goes_on_from: int = 0
     expected: Expectation | None = None
     taken_up: float | None = None
     kept_tokens: int = 0

@@ -137,10 +137,14 @@ class Sessions:
 
     # -- a request that waits ----------------------------------------------------------------------------------------
 
-    def offer(self, session: ReuseSession, exact_tokens: int) -> int:
-        """Tokens behind the ``exact_tokens`` of the engine that we shall provide; 0 for none."""
+    def offer(self, session: ReuseSession, exact_tokens: int, *, goes_on_from: int = 0) -> int:
+        """Tokens behind the ``exact_tokens`` of the engine that we shall provide; 0 for none.
+
+        ``goes_on_from``: so many tokens the engine holds from an earlier edit of the same history, to go on from.
+        """
         if not session.is_open:
             return 0
+        session.goes_on_from = goes_on_from
         session.taken_up = self.read_clock()
         self.donors.look_around()
         if session.epoch == self.donors.epoch and session.exact_tokens == exact_tokens:
@@ -157,21 +161,22 @@ class Sessions:
             session.offer(decision, end)
         return session.offered_tokens
 
-    def is_quicker_from(self, session: ReuseSession, tokens: int) -> bool:
-        """Whether a request goes on from so many tokens of an earlier one more quickly than by what was decided.
+    def goes_on(self, session: ReuseSession) -> bool:
+        """Whether a request goes on from an earlier edit, which is quicker than what was decided for it.
 
         Not where it is computed for a reason: to become a donor, to compare, or because it wants no reuse.
         """
         decision = session.decision
-        if session.heals or (isinstance(decision, Decline) and decision.reason not in _LOOKED_UP):
+        if not session.goes_on_from or session.heals or (isinstance(decision, Decline) and decision.reason not in _LOOKED_UP):
             return False
-        whole, cold = len(session.prompt), session.exact_tokens
-        goes_on, alone = (
-            self.times.expect(session.path, NOTHING, NOTHING, Work.of_prefill(whole, exact)).cold
-            for exact in (tokens, cold)
-        )
+        alone = self._expect_prefill(session, session.exact_tokens)
         offered = session.expected.forecast.reuse if session.offered_tokens and session.expected else alone
-        return goes_on < PAYS_BELOW * min(offered, alone)
+        return self._expect_prefill(session, session.goes_on_from) < PAYS_BELOW * min(offered, alone)
+
+    def _expect_prefill(self, session: ReuseSession, begun: int) -> float:
+        """What the engine's own prefill is expected to take behind the ``begun`` tokens that it holds."""
+        prefill = Work.of_prefill(len(session.prompt), begun)
+        return self.times.expect(session.path, NOTHING, NOTHING, prefill).cold
 
     def stand_back(self, session: ReuseSession, exact_tokens: int, why: str | None) -> None:
         """The engine computes what lies behind its ``exact_tokens``; nothing is offered until it asks again."""
@@ -247,8 +252,8 @@ class Sessions:
 
     def _predict_loss(self, session: ReuseSession, plan: ReusePlan, expected: Expectation) -> Decline | None:
         """Why a plan is not begun: it does not pay, or its request was drawn to compare; None where it is begun."""
-        history = _find_edited(session, plan)
-        if history is not None and (why := self.debts.settle(history, expected.forecast)):
+        session.edited = _find_edited(session, plan)
+        if session.edited is not None and (why := self.debts.settle(session.edited, self._choose_way(session))):
             session.heals = True
             return Decline(DeclineReason.BELOW_BREAK_EVEN, why)
         verdict = self.outcomes.judge(plan, session.prompt.namespace, expected.forecast, session.mode)
@@ -263,6 +268,15 @@ class Sessions:
                 DeclineReason.CONTROL, f"drawn as one of {self.trial.share:.1%} that reuse nothing, to compare"
             )
         return None
+
+    def _choose_way(self, session: ReuseSession) -> Forecast:
+        """What an edited prompt is expected to take in the cheaper way: from donors, or from the edit before it."""
+        assert session.expected is not None, "its plan was chosen"
+        forecast = session.expected.forecast
+        if not session.goes_on_from:
+            return forecast
+        goes_on = self._expect_prefill(session, session.goes_on_from)
+        return replace(forecast, reuse=goes_on if session.shares else min(goes_on, forecast.reuse))
 
     def _choose_spans(self, session: ReuseSession, plan: ReusePlan) -> tuple[ReusePlan, Expectation]:
         """The first spans of a plan, as many as save most, and what that is expected to take.
@@ -475,12 +489,11 @@ class Sessions:
         if self.opts_out(session):
             return
         donor_id = None
-        if session.plan is not None and not session.shares:
-            if PlanShape.of(session.plan).is_edited:
+        if session.plan is not None and (session.goes_on_from or not session.shares):
+            if session.edited is not None or PlanShape.of(session.plan).is_edited:
                 donor_id = session.plan.donor_ids[0]
-                history = _find_edited(session, session.plan)
-                if history is not None and session.expected is not None and session.exact_until is not None:
-                    self.debts.note(history, session.expected.forecast)
+                if session.edited is not None and session.exact_until is not None:
+                    self.debts.note(session.edited, self._choose_way(session))
         elif session.exact_tokens >= self.traits.donor_min_new_tokens:
             donor_id = self.donors.find_beginning(session)
         if donor_id is not None:

@@ -331,6 +331,27 @@ def test_an_edit_that_is_to_be_computed_once_for_later_ones_is_computed(world, m
     assert world.half.count_matched(FakeRequest("two", FURTHER), BLOCK) == 0
 
 
+def test_what_edits_of_a_conversation_cost_is_counted_by_the_cheaper_way_of_both(world, monkeypatch):
+    debts, settled, noted = world.half.sessions.debts, [], []
+
+    def settle(history, forecast):
+        settled.append((history, forecast.reuse))
+
+    def note(history, forecast):
+        noted.append((history, forecast.reuse))
+
+    monkeypatch.setattr(debts, "settle", settle)
+    monkeypatch.setattr(debts, "note", note)
+    one = serve(world, tokens=EDITED)
+    world.half.finish("one")
+    go_on(world, "two", one, FURTHER)
+    world.half.finish("two")
+    assert settled == noted
+    (first, alone), (second, further) = noted
+    assert first == second, "one conversation, one account"
+    assert further < alone
+
+
 def test_an_edit_of_which_more_is_exact_by_now_keeps_that(world):
     serve(world, tokens=EDITED)
     request = FakeRequest("two", FURTHER)

@@ -20,7 +20,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -129,11 +128,12 @@ class SchedulerConnector:
         if may_reuse and self.healing.must_wait(record, local_tokens, self._records):
             return None
         before = record.decision
-        offered = self.sessions.offer(record, local_tokens)
+        earlier, in_common = self.shares.find_edited(record, local_tokens) if may_share else (None, 0)
+        offered = self.sessions.offer(record, local_tokens, goes_on_from=in_common)
         if record.decision is not before:
             record.cost = None
-        is_quicker = partial(self.sessions.is_quicker_from, record)
-        if may_share and self.shares.join_part(record, local_tokens, is_quicker):
+        if earlier is not None and self.sessions.goes_on(record):
+            self.shares.join_part(record, local_tokens, earlier, in_common)
             return None
         if offered and isinstance(record.decision, ReusePlan) and self.healing.must_compute(record, record.decision):
             self._leave_to_vllm(record)

@@ -10,7 +10,7 @@ The whole prompt counts, the question too: in mode balanced the gate chose and j
 question, so it goes on only where the risk leaves room for that (`explain_no_room`), else it is planned for itself.
 
 A prompt that was edited once more begins like the one that was loaded, up to the edit (`join_part`). Nobody holds that
-beginning exactly, so it goes on from there where that is quicker than what donors offer.
+beginning exactly, so it goes on from there where that is quicker than what donors offer (`Sessions.goes_on`).
 
 A prompt that arrives while what it could share is being loaded waits for it.
 """
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from semblend.integration.vllm.scheduler.prefix_locks import PrefixLocks
@@ -95,23 +95,18 @@ class SharedBlocks:
                 return True
         return False
 
-    def join_part(self, record: Record, local_tokens: int, is_quicker: Callable[[int], bool]) -> bool:
-        """As `join`, for a prompt that has only its beginning in common with one that was loaded.
-
-        ``is_quicker``: whether to go on from so many tokens is quicker than what else could be done.
-        """
-        found = self._find_part(record)
-        if found is None:
-            return False
-        share, common = found
+    def find_edited(self, record: Record, local_tokens: int) -> tuple[Share | None, int]:
+        """An earlier edit of the same conversation whose beginning this prompt may share, and how long that is."""
+        share, common = self._find_part(record)
+        if share is None or share.result is None or self._is_exact_further(share, local_tokens):
+            return None, 0
         held, begun = share.plan.until(common).reused_tokens, share.plan.spans[0].target_start
         is_same = held > 0 and common - begun - held >= NEW_IN_COMMON
-        if share.result is None or not is_same or self._is_exact_further(share, local_tokens):
-            return False
-        if explain_no_room(share.result.risk, record.mode) or not is_quicker(common):
-            return False
-        self._join(record, share, local_tokens, common)
-        return True
+        return (share, common) if is_same and not explain_no_room(share.result.risk, record.mode) else (None, 0)
+
+    def join_part(self, record: Record, local_tokens: int, share: Share, common_tokens: int) -> None:
+        """As `join`, for a prompt that begins like one that was loaded: `find_edited` says how far."""
+        self._join(record, share, local_tokens, common_tokens)
 
     def _is_exact_further(self, share: Share, local_tokens: int) -> bool:
         """Whether more of a prompt is exact by now than of the one that shares its blocks."""
@@ -122,16 +117,17 @@ class SharedBlocks:
         record.withdraw()
         record.exact_tokens, record.decision, record.share = local_tokens, share.plan, share
         record.common_tokens = common_tokens
+        record.goes_on_from = common_tokens if common_tokens < share.prompt_tokens else 0
         self._locks.lock(record, share.plan.spans[0].target_start, share.key)
 
-    def _find_part(self, record: Record) -> tuple[Share, int] | None:
+    def _find_part(self, record: Record) -> tuple[Share | None, int]:
         """Who has the longest beginning in common with this prompt, and how long that is."""
         full, asked = record.source.block_hashes, (record.prompt.namespace.digest, record.mode)
         for count in range(len(full) // self._step * self._step, 0, -self._step):
             share = self._begun.get(bytes(full[count - 1]))
             if share is not None and (share.namespace, share.mode) == asked:
                 return share, count * self._block_tokens
-        return None
+        return None, 0
 
     def _mark(self, share: Share, hashes: Sequence[bytes]) -> None:
         is_there = self._shares.get(share.name) is share

@@ -98,6 +98,30 @@ def test_null_counts_as_absent(kind):
     assert parse(kind, **dict.fromkeys(names)) == parse(kind)
 
 
+CALL = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": '{"day": 9}'}}
+
+
+def test_an_assistants_calls_reach_the_chat_template_with_their_arguments_as_objects():
+    turns = [HI, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "done"}]
+    asked, called, result = parse(ChatRequest, messages=turns).messages
+    assert called == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "find", "arguments": {"day": 9}}}],
+    }
+    assert (asked["role"], result) == ("user", {"role": "tool", "content": "done"})
+
+
+DEEP = '{"a":' * 300 + "1" + "}" * 300
+
+
+@pytest.mark.parametrize("arguments", ["", "not json", "[" * 100_000, DEEP, '"text"', "9" * 5_000])
+def test_arguments_that_are_no_object_are_kept_as_they_are(arguments):
+    call = CALL | {"function": {"name": "find", "arguments": arguments}}
+    (turn,) = parse(ChatRequest, messages=[{"role": "assistant", "tool_calls": [call]}]).messages
+    assert turn["tool_calls"][0]["function"]["arguments"] == arguments
+
+
 MISTAKES: list[tuple[Any, dict[str, Any], str, str]] = [
     (CompletionRequest, {"prompt": [1, 2, "a"]}, "prompt", "holds 'a' at index 2, not a token id"),
     (CompletionRequest, {"prompt": [[1, "a"]]}, "prompt[0]", "holds 'a' at index 1, not a token id"),
@@ -109,7 +133,10 @@ MISTAKES: list[tuple[Any, dict[str, Any], str, str]] = [
     (CompletionRequest, {"n": 5}, "n", "is 5, outside [1, 4]"),
     (CompletionRequest, {"seed": 10**40}, "seed", "outside"),
     (ChatRequest, {"messages": [HI, {"role": "user", "content": [{"text": 5}]}]}, "messages[1].content[0].text", "5"),
-    (ChatRequest, {"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "messages[0].tool_calls", "not"),
+    (ChatRequest, {"messages": [HI | {"tool_calls": [1]}]}, "messages[0].tool_calls[0]", "not"),
+    (ChatRequest, {"messages": [HI | {"tool_calls": [CALL]}]}, "messages[0].tool_calls", "message of role user"),
+    (ChatRequest, {"messages": [{"role": "assistant", "tool_calls": []}]}, "messages[0].content", "is missing"),
+    (ChatRequest, {"messages": [HI | {"content": None}]}, "messages[0].content", "is missing"),
     (ChatRequest, {"temperature": "x", "n": "y"}, "n", "is 'y', not a whole number"),
     (GenerateRequest, {"sampling_params": {"n": 0}}, "sampling_params.n", "is 0"),
     (GenerateRequest, {"sampling_params": {"tools": [1]}}, "sampling_params.tools", "not supported"),

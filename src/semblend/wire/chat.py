@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -12,7 +13,7 @@ from semblend.arrange import OrderLimits, PassageGroup
 from semblend.arrange.marks import find_groups, find_listed_place, mark_listed
 from semblend.confirm.receipt import JsonObject
 from semblend.wire.answer import Answer, Chunk, Logprob, OpenAiReply
-from semblend.wire.body import InOrder, StrictBody, refuse, show
+from semblend.wire.body import InOrder, Name, StrictBody, refuse, show
 from semblend.wire.options import (
     Count,
     Lacking,
@@ -28,6 +29,8 @@ from semblend.wire.sampling import Sampling
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
+MAX_NESTING = 64
+"""Of a call's arguments; what is nested more deeply reaches the template as text."""
 
 
 class TextPart(StrictBody):
@@ -48,24 +51,63 @@ class TextPart(StrictBody):
 Parts = Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
+class CalledFunction(StrictBody):
+    """The function that a model called, and its arguments as JSON text."""
+
+    name: Name
+    arguments: str = "{}"
+
+
+class ToolCall(StrictBody):
+    """A call of an earlier answer."""
+
+    id: Name = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def to_template(self) -> JsonObject:
+        """The call as chat templates take it: with the arguments as an object, where they are one."""
+        try:
+            arguments = json.loads(self.function.arguments)
+        except (ValueError, RecursionError):  # whatever a client nests
+            arguments = None
+        if not isinstance(arguments, dict) or not _is_flatter(arguments, MAX_NESTING):
+            arguments = self.function.arguments
+        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+
+
+def _is_flatter(value: Any, depth: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return depth > 0 and all(_is_flatter(one, depth - 1) for one in inner)
+
+
 class ChatMessage(StrictBody):
-    """One turn: a role, and a text or a list of texts."""
+    """One turn: a role, and a text or a list of texts; an assistant's may hold calls of tools beside it or instead."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | Parts, InOrder()]
-    tool_calls: Annotated[Any, Lacking([])] = None
+    content: Annotated[str | Parts, InOrder()] | None = None
+    tool_calls: Annotated[list[ToolCall] | None, Field(max_length=MAX_PARTS, fail_fast=True)] = None
     function_call: Annotated[Any, Lacking()] = None
+
+    @model_validator(mode="after")
+    def _check_content(self) -> Self:
+        if self.tool_calls and self.role != "assistant":
+            raise refuse(f"are in a message of role {self.role}", "only an assistant calls tools", name="tool_calls")
+        if self.content is None and not self.tool_calls:
+            raise refuse("is missing", "send a string, or parts; only a message with tool_calls has none", name="content")
+        return self
 
     @property
     def parts(self) -> list[TextPart]:
         """The content as parts."""
-        return [TextPart(text=self.content)] if isinstance(self.content, str) else self.content
+        return [TextPart(text=self.content or "")] if not isinstance(self.content, list) else self.content
 
-    def to_template(self, content: str | None = None) -> dict[str, str]:
+    def to_template(self, content: str | None = None) -> JsonObject:
         """The turn as a chat template takes it; templates of the models that we serve know the older role only."""
         if content is None:
             content = join_parts([part.text for part in self.parts])
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+        turn: JsonObject = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        return turn | {"tool_calls": [call.to_template() for call in self.tool_calls]} if self.tool_calls else turn
 
 
 def join_parts(texts: Sequence[str]) -> str:
@@ -111,7 +153,7 @@ class ChatBody(OpenAiBody):
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """``messages`` hold a role and one string each: what a chat template takes.
+    """``messages`` hold a role and one string each, and calls of tools: what a chat template takes.
 
     ``parts`` are the texts of messages that hold passages, by message, and ``groups`` say which of them commute.
     """
@@ -120,7 +162,7 @@ class ChatRequest:
     ids_field: ClassVar[str] = "messages"
     prompts: ClassVar[tuple[PromptInput, ...]] = ()
     model: str
-    messages: tuple[dict[str, str], ...]
+    messages: tuple[JsonObject, ...]
     sampling: Sampling
     reuse: ReuseOptions
     stream: bool = False

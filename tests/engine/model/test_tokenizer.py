@@ -221,6 +221,26 @@ def test_a_template_that_refuses_or_reaches_out_is_an_input_error(source: str) -
         rendered(source, [{"role": "user"}])
 
 
+def test_calls_are_written_by_a_template_that_knows_them_and_stand_as_json_in_one_that_does_not() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": {"day": 9}}}
+    asked = [{"role": "assistant", "content": "Let me look.", "tool_calls": [call]}]
+    plain = ChatTemplate("{% for m in messages %}[{{ m.content }}]{% endfor %}", {}, "here")
+    knowing = ChatTemplate("{% for m in messages %}{{ m.tool_calls[0].function.name }}{% endfor %}", {}, "here")
+    assert plain.render(asked) == '[Let me look.\n{"name": "find", "arguments": {"day": 9}}]'
+    assert plain.render([asked[0] | {"content": ""}]) == '[{"name": "find", "arguments": {"day": 9}}]'
+    assert knowing.render(asked) == "find"
+
+
+def test_calls_that_are_nested_too_deeply_to_be_written_are_an_input_error() -> None:
+    nested: dict[str, Any] = {}
+    for _ in range(100_000):
+        nested = {"a": nested}
+    call = {"function": {"name": "find", "arguments": nested}}
+    template = ChatTemplate("{% for m in messages %}[{{ m.content }}]{% endfor %}", {}, "here")
+    with pytest.raises(InputError, match="refuses these messages"):
+        template.render([{"role": "assistant", "content": "", "tool_calls": [call]}])
+
+
 def test_a_broken_template_is_named() -> None:
     with pytest.raises(InputError, match="not valid"):
         rendered("{% for %}")

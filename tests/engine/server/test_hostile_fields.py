@@ -266,7 +266,7 @@ def test_no_field_is_left_out():
     assert {path for path, *_ in PARAMETERS} == {one.path for one in OPERATIONS if "{" in one.path} | {"/api/live"}
 
 
-BY_CONTEXT = {"text", "content", "prompt", 0}
+BY_CONTEXT = {"text", "content", "arguments", "prompt", 0}
 """Texts of prompts are bounded by the context and by the size of the body."""
 
 
@@ -281,4 +281,4 @@ def test_every_list_map_and_name_of_the_schema_has_a_limit(path, place):
         if one.get("type") == "object":
             assert one["maxProperties"] <= 1 << 20
         if one.get("type") == "string" and place[-1] not in BY_CONTEXT:
-            assert "maxLength" in one or "enum" in schema
+            assert {"maxLength", "const"} & one.keys() or "enum" in schema

@@ -139,12 +139,21 @@ class ChatTemplate:
         tokens = self._tokens if marks is None else {name: marks.put_on(text) for name, text in self._tokens.items()}
         values = {**tokens, "tools": None, "documents": None, "add_generation_prompt": True, **options}
         try:
-            yield from self._compiled[marks].generate(**values, messages=[dict(message) for message in messages])
-        except (TemplateError, TypeError, ValueError, KeyError, OverflowError) as error:
+            yield from self._compiled[marks].generate(**values, messages=self._show_calls(messages))
+        except (TemplateError, TypeError, ValueError, KeyError, OverflowError, RecursionError) as error:
             raise InputError(
                 f"the chat template of {self._where} refuses these messages: {error}",
                 hint="messages are a list of {role, content}; some models take no system role or no tools",
             ) from None
+
+
+    def _show_calls(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """A template that knows nothing of calls shows them as text, a JSON object to a line behind the content."""
+        shown = [dict(message) for message in messages]
+        for message in shown if "tool_calls" not in self._source else ():
+            calls = [_to_json(call["function"]) for call in message.pop("tool_calls", None) or ()]
+            message["content"] = "\n".join(filter(None, (message["content"], *calls)))
+        return shown
 
 
 def _compile(source: str, where: str, marks: Marks | None) -> Any:

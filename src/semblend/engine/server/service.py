@@ -171,7 +171,7 @@ class Service:
     def count_chars(self, asked: ParsedBody) -> list[int]:
         """The characters of each text in a request; messages are one text."""
         if isinstance(asked, ChatRequest):
-            return [sum(len(message["content"]) for message in asked.messages)]
+            return [sum(len(message["content"]) + len(str(message.get("tool_calls", ""))) for message in asked.messages)]
         return [len(prompt) for prompt in asked.prompts if isinstance(prompt, str)]
 
     def check_model(self, model: str) -> None:

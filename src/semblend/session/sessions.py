@@ -167,7 +167,8 @@ class Sessions:
         Not where it is computed for a reason: to become a donor, to compare, or because it wants no reuse.
         """
         decision = session.decision
-        if not session.goes_on_from or session.heals or (isinstance(decision, Decline) and decision.reason not in _LOOKED_UP):
+        is_cold = session.heals or (isinstance(decision, Decline) and decision.reason not in _LOOKED_UP)
+        if is_cold or not session.goes_on_from:
             return False
         alone = self._expect_prefill(session, session.exact_tokens)
         offered = session.expected.forecast.reuse if session.offered_tokens and session.expected else alone

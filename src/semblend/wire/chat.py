@@ -94,7 +94,7 @@ class ChatMessage(StrictBody):
         if self.tool_calls and self.role != "assistant":
             raise refuse(f"are in a message of role {self.role}", "only an assistant calls tools", name="tool_calls")
         if self.content is None and not self.tool_calls:
-            raise refuse("is missing", "send a string, or parts; only a message with tool_calls has none", name="content")
+            raise refuse("is missing", "send a string, or parts; tool_calls can stand alone", name="content")
         return self
 
     @property

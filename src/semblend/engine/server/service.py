@@ -171,7 +171,8 @@ class Service:
     def count_chars(self, asked: ParsedBody) -> list[int]:
         """The characters of each text in a request; messages are one text."""
         if isinstance(asked, ChatRequest):
-            return [sum(len(message["content"]) + len(str(message.get("tool_calls", ""))) for message in asked.messages)]
+            texts = ((message["content"], str(message.get("tool_calls", ""))) for message in asked.messages)
+            return [sum(len(content) + len(calls) for content, calls in texts)]
         return [len(prompt) for prompt in asked.prompts if isinstance(prompt, str)]
 
     def check_model(self, model: str) -> None:

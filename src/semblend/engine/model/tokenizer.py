@@ -146,7 +146,6 @@ class ChatTemplate:
                 hint="messages are a list of {role, content}; some models take no system role or no tools",
             ) from None
 
-
     def _show_calls(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """A template that knows nothing of calls shows them as text, a JSON object to a line behind the content."""
         shown = [dict(message) for message in messages]

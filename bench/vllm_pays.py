@@ -30,6 +30,8 @@ import random
 import statistics
 import sys
 import tempfile
+import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,7 @@ from vllm_http import DATASETS, INSTRUCTIONS, QUESTIONS, Prompts
 
 MAX_TOKENS_OF_A_SET = 600_000
 FORCED_BELOW = 8192
+FIRST = 100
 RECEIPT = ("outcome", "reason", "detail", "risk", "escalations", "mode", "kind", "reused_tokens", "recomputed_tokens",
            "lookup_ms", "load_ms", "compute_ms", "service_ms", "expected_ms", "expected_cold_ms")  # fmt: skip
 ARMS = ("stock:cold", "stock:exact", "ours:miss", "ours:balanced", "ours:later", "ours:fast", "ours:half",
@@ -68,10 +71,12 @@ def write_contexts(model: str, folder: Path, out: str) -> None:
 class Case:
     """One prompt in every arm."""
 
-    def __init__(self, servers: dict[str, VllmServer], words: dict[str, Any], key: dict[str, Any]) -> None:
+    def __init__(
+        self, servers: dict[str, VllmServer], words: dict[str, Any], key: dict[str, Any], counts: Counter[str]
+    ) -> None:
         self._servers, self._words = servers, words
         self._name = f"{key['dataset']}-{key['length']}-{key['number']}".replace("/", "")
-        self._rng, self._key = random.Random(self._name), key
+        self._rng, self._key, self._counts = random.Random(self._name), key, counts
         self.found: dict[str, dict[str, Any]] = {}
 
     def run(self) -> dict[str, dict[str, Any]]:
@@ -102,7 +107,9 @@ class Case:
         wish = {"kv_transfer_params": {"semblend": asked}} if asked else {}
         name, server = f"{self._name}-{arm}", arm.partition(":")[0]
         answer = self._servers[server].stream(ids, 4, name, cache_salt=f"{self._name}-{salt}", **wish)
-        self.found[arm] = {"ttft_ms": answer.ttft_ms, "cached": answer.cached_tokens}
+        self._counts[server] += 1
+        number = self._counts[server]
+        self.found[arm] = {"ttft_ms": answer.ttft_ms, "cached": answer.cached_tokens, "number": number}
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -118,16 +125,20 @@ def measure(args: argparse.Namespace) -> None:
         "forced": {"learn_costs": False, "control_share": 0.0},
     }
     folder = Path(tempfile.mkdtemp(prefix="vllm-pays-"))
-    servers = {}
-    for name in args.servers:
-        (folder / name).mkdir()
-        servers[name] = VllmServer(args.model, folder / name, flags, extras[name])
-    rows = Rows(args.rows)
+    servers: dict[str, VllmServer] = {}
+    rows, model, counts = Rows(args.rows), Path(args.model).name, Counter[str]()
     try:
+        for name in args.servers:
+            (folder / name).mkdir()
+            begun = time.perf_counter()
+            servers[name] = VllmServer(args.model, folder / name, flags, extras[name])
+            if args.start_apart:
+                servers[name].wait()
+                rows.add({"model": model, "started": name, "seconds": time.perf_counter() - begun})
         for name, server in servers.items():
             server.wait()
             reporting.progress(f"{name} answers")
-        budget, model = Budget(args.budget_s), Path(args.model).name
+        budget = Budget(args.budget_s)
         for number in range(args.cases):
             asked = []
             for length in args.lengths:
@@ -137,7 +148,7 @@ def measure(args: argparse.Namespace) -> None:
                     key = {"model": model, "dataset": dataset, "length": length, "number": number}
                     if rows.find(**key):
                         continue
-                    asked.append(key | {"arms": Case(servers, words, key).run()})
+                    asked.append(key | {"arms": Case(servers, words, key, counts).run()})
             add_receipts(asked, servers)
             for row in asked:
                 rows.add(row)
@@ -182,6 +193,30 @@ def tabulate(rows: list[dict[str, Any]]) -> list[list[Any]]:
             reused = statistics.fmean(bool(one.get("reused_tokens")) for one in found)
             closed = (cold[0] - line[0]) / (cold[0] - exact[0]) if cold[0] > exact[0] else 0.0
             lines.append([model, length, arm, len(found), reused, *line, line[3] / cold[1], line[4] / cold[4], closed])
+    return lines
+
+
+def tabulate_first(rows: list[dict[str, Any]]) -> list[list[Any]]:
+    """The first requests of a server after its start, against the median of later ones like them."""
+    lines = []
+    for server in ("stock", "ours"):
+        found = [
+            ((row["model"], row["length"], arm), one["number"], one["ttft_ms"])
+            for row in rows
+            for arm, one in row["arms"].items()
+            if arm.startswith(server) and "number" in one
+        ]
+        later: dict[Any, list[float]] = {}
+        for kind, number, ms in found:
+            if number > FIRST:
+                later.setdefault(kind, []).append(ms)
+        ratios = [
+            ms / statistics.median(later[kind]) for kind, number, ms in found if number <= FIRST and kind in later
+        ]
+        if ratios:
+            lines.append(
+                [server, len(ratios), *map(float, np.percentile(ratios, (50, 90, 100))), statistics.fmean(ratios)]
+            )
     return lines
 
 
@@ -232,6 +267,7 @@ def main() -> int:
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192, 24576], help="tokens of a context")
     parser.add_argument("--cases", type=int, default=50, help="of each data set and length")
     parser.add_argument("--servers", nargs="+", default=["stock", "ours", "forced"])
+    parser.add_argument("--start-apart", action="store_true", help="start one server after the other, and time it")
     parser.add_argument("--settings", default="{}", help="of `ours`, as JSON: no default any more")
     args = read_arguments(parser, lengths=[400], cases=2, memory=0.15)
     if args.do == "contexts":
@@ -239,7 +275,8 @@ def main() -> int:
         return 0
     if not args.finished_only:
         measure(args)
-    report, rows = reporting.Report("vllm_pays", args), Rows(args.rows).rows
+    report, found = reporting.Report("vllm_pays", args), Rows(args.rows).rows
+    rows = [row for row in found if "arms" in row]
     report.table(
         "Time to first token over HTTP, against stock vLLM",
         ["model", "tokens", "arm", "n", "reused", "p50 ms", "mean ms", "low", "high", "p90 ms", "p99 ms",
@@ -256,6 +293,14 @@ def main() -> int:
         ["tokens", "n", "begun", "cold mean ms", "forced mean ms", "regret by prompt", "regret by length"],
         tabulate_regret(rows),
     )
+    if first := tabulate_first(rows):
+        report.table(
+            f"The first {FIRST} requests after a start, in medians of later ones of their kind",
+            ["server", "n", "p50", "p90", "largest", "mean"],
+            first,
+        )
+    if started := [[row["started"], row["seconds"]] for row in found if "started" in row]:
+        report.table("From the command to the first answer, one server after the other", ["server", "s"], started)
     write_report(
         report, args,
         "low, high: 95 % interval of the mean; the gap: from stock's cold to its exact hit, of medians",

@@ -91,6 +91,16 @@ def test_regret_is_what_the_better_choice_would_have_saved() -> None:
     assert (by_prompt, by_length) == (pytest.approx(0.4), pytest.approx(0.2))
 
 
+def test_the_first_requests_after_a_start_are_set_against_later_ones_of_their_kind() -> None:
+    def row(number: int, ms: float) -> dict[str, object]:
+        arms = {"ours:miss": {"ttft_ms": ms, "number": number}}
+        return {"model": "m", "length": 2048, "arms": arms | {"stock:cold": {"ttft_ms": 20.0}}}
+
+    rows = [row(1, 60.0), row(100, 20.0), *(row(100 + number, 20.0) for number in range(1, 5))]
+    assert vllm_pays.tabulate_first(rows) == [["ours", 2, 2.0, pytest.approx(2.8), 3.0, 2.0]]
+    assert vllm_pays.tabulate_first(rows[:2]) == []
+
+
 # -- mixed traffic -----------------------------------------------------------------------------------------------------
 
 

@@ -90,12 +90,13 @@ class World:
 
     # -- requests --------------------------------------------------------------------------------------------------
 
-    def ask(self, *prompts: list[int], tokens: int = 4, salt: str | None = None, **asked: Any) -> list[Any]:
+    def ask(self, *prompts: Any, tokens: int = 4, salt: str | None = None, **asked: Any) -> list[Any]:
         from vllm import SamplingParams
 
         extra = {"kv_transfer_params": {"semblend": asked}} if asked else None
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, extra_args=extra)
-        given = [{"prompt_token_ids": p} | ({"cache_salt": salt} if salt else {}) for p in prompts]
+        asked_for = [p if isinstance(p, dict) else {"prompt_token_ids": p} for p in prompts]
+        given = [p | ({"cache_salt": salt} if salt else {}) for p in asked_for]
         answers = list(self.llm.generate(given, params, use_tqdm=False))
         if tokens == 1:  # what has no step after its answer is copied in the next one; an engine of its own has it
             self.settle()
@@ -192,8 +193,8 @@ class World:
         self.watch()
 
 
-def make_world(model: str = MODEL, **connector: Any) -> World:
-    """A new engine, beside those that are there already."""
+def make_world(model: str = MODEL, engine: dict[str, Any] | None = None, **connector: Any) -> World:
+    """A new engine, beside those that are there already; ``engine``: more of its own settings."""
     from vllm import LLM
     from vllm.config import KVEventsConfig, KVTransferConfig
     from vllm.distributed.kv_transfer import kv_transfer_state
@@ -218,6 +219,7 @@ def make_world(model: str = MODEL, **connector: Any) -> World:
             kv_role="kv_both",
             kv_connector_extra_config={"quality": "fast", "donor_host_bytes": 256 << 20, **connector},
         ),
+        **(engine or {}),
     )
     # It is the process that has them from now on, and vLLM cannot register them twice.
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)

@@ -10,8 +10,62 @@ def write(kind: str, folder: Path, like: str) -> Path:
     """Write the folder of a kind of model, where it is not there yet."""
     if not (folder / "config.json").exists():
         writers = {"hybrid": _write_hybrid, "windowed": _write_windowed, "four bits": _write_four_bits}
-        writers[kind](folder, like)
+        if kind in EXPERTS:
+            _write_experts(kind, folder, like)
+        elif kind in PICTURES:
+            _write_pictures(kind, folder, like)
+        else:
+            writers[kind](folder, like)
     return folder
+
+
+FEW: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+LOCAL: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": FEW | {"head_dim": 32},
+    "mixtral": LOCAL,
+    "olmoe": FEW,
+    "granitemoe": LOCAL,
+    "glm4_moe": {
+        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_shared_experts": 1},
+        **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "head_dim": 32, "use_qk_norm": True},
+    },
+    # The checkpoints route by sigmoids, which vLLM's CPU package does not do without groups of experts.
+    "minimax_m2": LOCAL | {"head_dim": 32, "rotary_dim": 16, "scoring_func": "softmax", "use_routing_bias": True},
+}
+"""Kinds of models with experts, and what their configs say beside the sizes."""
+
+PICTURES: dict[str, dict[str, Any]] = {
+    "qwen3_vl": {
+        "text_config": {
+            "head_dim": 32,
+            "rope_parameters": {
+                **{"rope_type": "default", "rope_theta": 1e4},
+                **{"mrope_section": [6, 5, 5], "mrope_interleaved": True},
+            },
+        },
+        "vision_config": {
+            **{"depth": 2, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "patch_size": 14},
+            **{"out_hidden_size": 128, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16},
+        },
+    },
+    "mistral3": {
+        "text_config": {"model_type": "mistral", "head_dim": 32, "sliding_window": None},
+        "vision_config": {
+            **{"model_type": "pixtral", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1},
+            **{"num_attention_heads": 2, "head_dim": 32, "image_size": 56, "patch_size": 14},
+        },
+    },
+}
+"""Kinds of models that read images: with positions on three axes and images in several layers, and without."""
+
+IMAGE_TOKENS: dict[str, dict[str, str]] = {
+    "qwen3_vl": {
+        **{"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"},
+        **{"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"},
+    },
+    "mistral3": {"image_token_index": "[IMG]"},
+}
 
 
 def _write_hybrid(folder: Path, like: str) -> None:
@@ -27,6 +81,38 @@ def _write_hybrid(folder: Path, like: str) -> None:
         query_pre_attn_scalar=32,
     )
     _write(Gemma3ForCausalLM, config, folder, like)
+
+
+def _write_experts(kind: str, folder: Path, like: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = _sizes(like) | {"intermediate_size": 128, "num_hidden_layers": 3}
+    config = AutoConfig.for_model(kind, **sizes, **EXPERTS[kind])
+    _write(AutoModelForCausalLM.from_config, config, folder, like)
+
+
+def _write_pictures(kind: str, folder: Path, like: str) -> None:
+    import transformers
+    from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(like)
+    named = IMAGE_TOKENS[kind]
+    tokenizer.add_special_tokens({"additional_special_tokens": [*named.values(), "[IMG_BREAK]", "[IMG_END]"]})
+    parts = PICTURES[kind]
+    sizes = _sizes(like) | {"vocab_size": len(tokenizer), "num_hidden_layers": 3, "tie_word_embeddings": False}
+    tokens = {name: tokenizer.convert_tokens_to_ids(token) for name, token in named.items()}
+    text = sizes | parts["text_config"]
+    config = AutoConfig.for_model(kind, text_config=text, vision_config=parts["vision_config"], **tokens)
+    if kind == "mistral3":
+        images = transformers.PixtralImageProcessor(patch_size=14, size={"longest_edge": 56})
+        processor = transformers.PixtralProcessor(images, tokenizer, patch_size=14, spatial_merge_size=2)
+    else:
+        images = transformers.Qwen2VLImageProcessor(patch_size=14, merge_size=2)
+        videos = transformers.Qwen3VLVideoProcessor(patch_size=14, merge_size=2)
+        processor = transformers.Qwen3VLProcessor(images, tokenizer, videos)
+    _write(AutoModelForImageTextToText.from_config, config, folder, like)
+    processor.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def _write_windowed(folder: Path, like: str) -> None:
@@ -62,8 +148,10 @@ def _write(kind: Any, config: Any, folder: Path, like: str) -> None:
     torch.manual_seed(3)
     model = kind(config).to(torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():  # large enough that the answer depends on what is attended to
-            if parameter.dim() > 1:
+        for name, parameter in model.named_parameters():
+            if "norm" in name:  # a norm of ones would hide one that is left out or comes too late
+                parameter.uniform_(0.5, 1.5)
+            elif parameter.dim() > 1:  # large enough that the answer depends on what is attended to
                 parameter.mul_(4)
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(like).save_pretrained(folder)

@@ -17,6 +17,7 @@ from semblend.errors import InputError  # noqa: E402
 from semblend.materialize.kv.rope import (  # noqa: E402
     FAMILIES,
     RopeSpec,
+    read_for_text,
     refusal,
 )
 
@@ -24,7 +25,7 @@ TINY: dict[str, Any] = {
     "vocab_size": 61,
     "hidden_size": 64,
     "intermediate_size": 48,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 2048,
@@ -32,26 +33,69 @@ TINY: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-GPTJ = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 2048, "rotary_dim": 8, "vocab_size": 61}
+GPTJ = {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 2048, "rotary_dim": 8, "vocab_size": 61}
 EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+LOCAL = {"num_local_experts": 2, "num_experts_per_tok": 1}
+ROUTED = {
+    "n_routed_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+
+
+def axes(sections: list[int], **more: Any) -> dict[str, Any]:
+    """What a model says that rotates by several axes."""
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections} | more}
+
+
 FIELDS: dict[str, dict[str, Any]] = {
     "codegen": GPTJ,
+    "dots1": TINY | ROUTED | {"n_shared_experts": 1, "layer_types": ["full_attention"] * 4},
     "ernie4_5": TINY | {"head_dim": 16},
+    "ernie4_5_moe": TINY | {"moe_num_experts": 2, "moe_k": 1, "moe_intermediate_size": 16, "moe_layer_start_index": 1},
+    "exaone4": TINY | {"sliding_window": None, "layer_types": ["full_attention"] * 4},
     "falcon": TINY | {"alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2},
+    "flex_olmo": TINY | EXPERTS,
     "gemma": TINY | {"head_dim": 32},
     "glm": TINY | {"head_dim": 16},
     "glm4": TINY | {"head_dim": 16},
+    "glm4_moe": TINY | ROUTED | {"head_dim": 32, "n_shared_experts": 1, "use_qk_norm": True},
+    "glm4v_moe_text": TINY
+    | ROUTED
+    | {"head_dim": 32, "n_shared_experts": 1}
+    | axes([2, 3, 3], partial_rotary_factor=0.5),
+    "glm4v_text": TINY | axes([1, 1, 2], partial_rotary_factor=0.5),
+    "granitemoe": TINY | LOCAL,
+    "granitemoeshared": TINY | LOCAL | {"shared_intermediate_size": 16},
     "gptj": GPTJ,
     "helium": TINY | {"head_dim": 16},
+    "minimax_m2": TINY | LOCAL | {"head_dim": 32, "rotary_dim": 16},
+    "ministral3": TINY | {"head_dim": 32},
     "mistral": TINY | {"sliding_window": None, "head_dim": 32},
-    "mixtral": TINY | {"num_local_experts": 2, "num_experts_per_tok": 1},
+    "mixtral": TINY | LOCAL,
     "olmoe": TINY | EXPERTS,
+    "phimoe": TINY | LOCAL,
+    "qwen2_5_vl_text": TINY | axes([2, 3, 3]),
     "qwen2_moe": TINY | EXPERTS | {"shared_expert_intermediate_size": 16},
+    "qwen2_vl_text": TINY | axes([2, 3, 3]),
     "qwen3": TINY | {"head_dim": 32},
     "qwen3_moe": TINY | EXPERTS | {"head_dim": 16},
+    "qwen3_vl_moe_text": TINY | EXPERTS | {"head_dim": 16} | axes([2, 3, 3], mrope_interleaved=True),
+    "qwen3_vl_text": TINY | {"head_dim": 16} | axes([2, 3, 3], mrope_interleaved=True),
     "seed_oss": TINY | {"head_dim": 16},
+    "solar_open": TINY | ROUTED | {"head_dim": 16, "n_shared_experts": 1},
     "starcoder2": TINY | {"sliding_window": None},
 }
+OWN_DEFAULTS = {
+    "gptj",
+    "codegen",
+    "falcon",
+    "ministral3",
+    "apertus",
+}  # no rotary fields mean more there than base and dimensions
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 512}
 SCALINGS: dict[str, dict[str, Any]] = {
@@ -79,19 +123,23 @@ def model_and_config(family: str, scaling: dict[str, Any] | None = None) -> tupl
             fields["rope_parameters"]["partial_rotary_factor"] = 0.5
     config = transformers.AutoConfig.for_model(family, **fields)
     torch.manual_seed(7)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval().float()
+    kind = transformers.AutoModel if family.endswith("_text") else transformers.AutoModelForCausalLM
+    model = kind.from_config(config).eval().float()
     for name, parameter in model.named_parameters():
         if "norm" in name:  # a norm of ones would hide a norm that is applied after the rotation
             parameter.data.uniform_(0.3, 2.0)
-    return model, config.to_dict()
+    return model, dict(read_for_text(config.to_dict()))
 
 
 def keys_at(model: Any, tokens: Any, start: int) -> Any:
-    """Layer-0 keys [n, kv_heads, d] as the model caches them with its first token at ``start``."""
+    """Keys of all layers [layers, n, kv_heads, d] as the model caches them with its first token at ``start``.
+
+    All tokens move alike and attention sees distances only, so keys of deeper layers move as those of layer 0 do.
+    """
     positions = torch.arange(start, start + tokens.shape[1])[None]
     with torch.no_grad():
         cache = model(tokens, position_ids=positions, use_cache=True).past_key_values
-    return cache.layers[0].keys[0].transpose(0, 1)
+    return torch.stack([layer.keys[0].transpose(0, 1) for layer in cache.layers])
 
 
 def assert_relocates(model: Any, config: dict[str, Any], donor: int, target: int) -> None:
@@ -101,7 +149,9 @@ def assert_relocates(model: Any, config: dict[str, Any], donor: int, target: int
     moved = rope.relocate(before, target - donor)
     error = (moved - after).abs().max().item()
     assert error <= 1e-4, f"relocated keys are off by {error:.2e}"
-    assert (before - after).abs().max() > 1e-2, "the positions made no difference: this test could not fail"
+    assert (before - after).abs().amax(dim=(1, 2, 3)).min() > 1e-2, (
+        "the positions made no difference: this test could not fail"
+    )
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -142,12 +192,20 @@ def test_frequencies_are_those_of_the_transformers_init_functions(scaling, seq_l
     assert rope.dynamic == (scaling == "dynamic")
 
 
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"gptj", "codegen", "falcon"}))
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - OWN_DEFAULTS))
 def test_a_config_without_rotary_fields_means_what_its_family_means_by_that(family):
     transformers = pytest.importorskip("transformers", reason="the defaults to compare with")
-    full = transformers.AutoConfig.for_model(family, **copy.deepcopy(FIELDS.get(family, TINY))).to_dict()
+    fields = FIELDS.get(family, TINY)
+    fields = {key: value for key, value in fields.items() if key not in ("rope_parameters", "rotary_dim")}
+    full = transformers.AutoConfig.for_model(family, **copy.deepcopy(fields)).to_dict()
     bare = {key: value for key, value in full.items() if not key.startswith(("rope", "rotary", "partial_rotary"))}
     assert RopeSpec.from_hf_config(bare) == RopeSpec.from_hf_config(full)
+
+
+def test_a_part_of_a_head_is_named_in_dimensions_or_as_a_factor_which_counts():
+    config = TINY | {"model_type": "minimax_m2", "head_dim": 32, "rotary_dim": 16}
+    assert RopeSpec.from_hf_config(config).rotary_dim == 16
+    assert RopeSpec.from_hf_config(config | {"rope_parameters": {"partial_rotary_factor": 0.25}}).rotary_dim == 8
 
 
 def test_old_and_new_ways_to_write_a_config_mean_the_same():
@@ -291,6 +349,7 @@ QWEN2 = TINY | {"model_type": "qwen2", "sliding_window": 1024}
         (LLAMA | {"layer_types": ["full_attention", "linear_attention"]}, "not full attention"),
         (LLAMA | {"attention_chunk_size": 512}, "chunks"),
         (LLAMA | {"no_rope_layers": [1, 0]}, "no_rope_layers"),
+        (TINY | {"model_type": "exaone4", "layer_types": ["sliding_attention", "full_attention"]}, "no rotary"),
         (LLAMA | {"rope_local_base_freq": 1e4}, "different frequencies"),
         (LLAMA | {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "different frequencies"),
         (QWEN2 | {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}, "M-RoPE"),

@@ -37,7 +37,7 @@ from semblend.integration.vllm.startup_checks import (
     place_donors,
     share_donors,
 )
-from semblend.integration.vllm.worker.model_access import StockModel, find_model_of_caller
+from semblend.integration.vllm.worker.model_access import StockModel, find_runner_of_caller
 from semblend.integration.vllm.worker.rank_watch import RankWatch, meet_ranks
 from semblend.integration.vllm.worker.worker_connector import FailureLog, RefusingConnector, WorkerConnector
 from semblend.materialize.gate.gate import OutcomeMemory
@@ -322,7 +322,7 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
                 return  # the scheduler's side has said so
         made: WorkerConnector | None = None
         try:
-            model = StockModel(find_model_of_caller(), config, caches, kv_caches, self._quiet)
+            model = StockModel(find_runner_of_caller(), config, caches, kv_caches, self._quiet)
             made = make_worker_connector(model, self._settings, config)
         except Exception as error:
             log.warning(

@@ -23,6 +23,13 @@ LOADS_AHEAD = frozenset(
 )
 """Connectors of vLLM that load before a request is scheduled: what fails to load is computed, and nothing builds on it.
 With a load in the request's own step and asynchronous scheduling vLLM answers with wrong tokens in that case."""
+READ_TEXT_PLAINLY = frozenset(
+    "LlavaForConditionalGeneration Mistral3ForConditionalGeneration PixtralForConditionalGeneration "  # noqa: SIM905
+    "Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration Qwen3VLForConditionalGeneration "
+    "Qwen3VLMoeForConditionalGeneration Glm4vForConditionalGeneration Glm4vMoeForConditionalGeneration".split()
+)
+"""Classes for images of which we know what a pass over text needs: token embeddings and positions, and of Qwen3-VL that
+what images add to its layers is set aside meanwhile. Others may keep more in the model while a step runs."""
 MOVABLE_TYPES = ("auto", "float32", "float16", "bfloat16", "half")
 
 
@@ -151,8 +158,8 @@ def _refuse_features(vllm_config: Any) -> str | None:
 
 
 def _refuse_model(model: Any) -> str | None:
-    if getattr(model, "is_multimodal_model", False):
-        return "a model for images or sound computes from embeddings, which token ids do not determine"
+    if getattr(model, "is_multimodal_model", False) and model.architecture not in READ_TEXT_PLAINLY:
+        return f"how {model.architecture}, a class for images or sound, computes text while they are there is not known"
     if getattr(model, "enable_sleep_mode", False) or getattr(model, "enable_cumem_allocator", False):
         return "sleep mode takes away what was allocated beside the KV cache, donors and recorded passes too"
     if getattr(model.hf_text_config, "num_kv_shared_layers", 0):

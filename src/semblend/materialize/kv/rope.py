@@ -44,15 +44,19 @@ class RopeFamily:
 FAMILIES: dict[str, RopeFamily] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3"), RopeFamily()),
     **dict.fromkeys(("gemma", "granite", "olmo", "olmo2", "olmoe", "starcoder2", "falcon"), RopeFamily()),
-    **dict.fromkeys(("arcee", "seed_oss"), RopeFamily()),
-    **dict.fromkeys(("phi", "persimmon", "nemotron"), RopeFamily(partial=0.5)),
+    **dict.fromkeys(("arcee", "seed_oss", "dots1", "granitemoe", "granitemoeshared", "hyperclovax"), RopeFamily()),
+    **dict.fromkeys(("jais2", "exaone4", "aria_text", "gpt_neox_japanese"), RopeFamily()),
+    **dict.fromkeys(("phi", "persimmon", "nemotron", "glm4_moe", "glm4v_moe_text"), RopeFamily(partial=0.5)),
     **dict.fromkeys(("stablelm", "gpt_neox"), RopeFamily(partial=0.25)),
-    "mixtral": RopeFamily(theta=1_000_000.0),
-    "cohere": RopeFamily("interleaved", theta=500_000.0),
-    "ernie4_5": RopeFamily("interleaved", theta=500_000.0),
+    **dict.fromkeys(("bitnet", "flex_olmo", "qwen3_vl_text", "qwen3_vl_moe_text"), RopeFamily(theta=500_000.0)),
+    **dict.fromkeys(("mixtral", "phimoe", "solar_open", "ministral3"), RopeFamily(theta=1_000_000.0)),
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), RopeFamily(theta=1_000_000.0)),
+    "minimax_m2": RopeFamily(theta=5_000_000.0),
+    "apertus": RopeFamily(theta=12_000_000.0),
+    **dict.fromkeys(("cohere", "ernie4_5", "ernie4_5_moe"), RopeFamily("interleaved", theta=500_000.0)),
     "helium": RopeFamily("interleaved", theta=100_000.0),
     **dict.fromkeys(("glm", "glm4"), RopeFamily("interleaved", partial=0.5)),
-    **dict.fromkeys(("gptj", "codegen"), RopeFamily("interleaved")),
+    **dict.fromkeys(("gptj", "codegen", "glm4v_text"), RopeFamily("interleaved")),
 }
 
 # What each kind of scaling reads. A parameter outside this list changes angles in a way we do not know.
@@ -74,6 +78,7 @@ _READ: dict[str, set[str]] = {
     },
 }
 _HARMLESS = {"finetuned", "llama_4_scaling_beta", "max_position_embeddings"}  # they touch queries or nothing at all
+_AXES = {"mrope_section", "mrope_interleaved"}
 _PLAIN_KV = {"auto", "none", "float32", "float16", "bfloat16", "float", "half", "fp32", "fp16", "bf16"}
 
 
@@ -101,6 +106,22 @@ def rope_parameters(config: Config) -> dict[str, Any]:
     return found
 
 
+def read_for_text(config: Config) -> Config:
+    """The config of a model that rotates by several axes (M-RoPE), as text rotates: on all axes by the token's index.
+
+    >>> read_for_text({"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}})["rope_scaling"]
+    {'type': 'default'}
+    """
+    given = {
+        name: config[name] for name in ("rope_scaling", "rope_parameters") if isinstance(config.get(name), Mapping)
+    }
+    read = {
+        name: {key: "default" if value == "mrope" else value for key, value in parameters.items() if key not in _AXES}
+        for name, parameters in given.items()
+    }
+    return {**config, **read}
+
+
 def head_dim(config: Config) -> int:
     """Dimensions of one key head."""
     given = config.get("head_dim")
@@ -116,7 +137,10 @@ def head_dim(config: Config) -> int:
 def rotary_dim(config: Config) -> int:
     """How many leading dimensions of a head are rotated."""
     size = head_dim(config)
-    given = config.get("rotary_dim") if config.get("model_type") in ("gptj", "codegen") else None
+    in_dimensions = config.get("model_type") in ("gptj", "codegen", "minimax_m2")
+    if "partial_rotary_factor" in (config.get("rope_parameters") or {}):
+        in_dimensions = False
+    given = config.get("rotary_dim") if in_dimensions else None
     rotated = int(given) if given else int(size * float(rope_parameters(config)["partial_rotary_factor"]))
     if not 2 <= rotated <= size or rotated % 2:
         raise InputError(f"{rotated} rotary dimensions of {size} cannot be paired", hint="check partial_rotary_factor")
@@ -261,6 +285,8 @@ def _layers_differ(config: Config) -> str | None:
         return "The layers rotate by different frequencies, and one rotation would be wrong for some of them."
     if config.get("no_rope_layer_interval") or 0 in (config.get("no_rope_layers") or ()):
         return "Some layers apply no rotary embedding (no_rope_layers)."
+    if config.get("model_type") == "exaone4" and "sliding_attention" in (config.get("layer_types") or ()):
+        return "Some layers apply no rotary embedding: those without a window, where others have one."
     return None
 
 

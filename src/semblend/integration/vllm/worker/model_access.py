@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from types import FrameType
 from typing import Any
@@ -40,30 +40,88 @@ from semblend.integration.vllm.worker.pass_attention import (
 from semblend.materialize.contract import Capabilities, Layout, Observer, Rows, StopPass
 from semblend.materialize.gate.observers import Canary
 from semblend.materialize.kv.layout import copy_to_device
-from semblend.materialize.kv.rope import RopeSpec
+from semblend.materialize.kv.rope import RopeSpec, read_for_text
 
 log = logging.getLogger("vllm.semblend")
+_DEEPSTACK = "deepstack_input_embeds"
 Quiet = Callable[[], Any]
 """Makes a context in which the connector's own layer hooks do nothing."""
 
 
-def find_model_of_caller() -> Any:
-    """The model of the runner that called our hook, however many frames up it is."""
+def find_runner_of_caller() -> Any:
+    """The model runner that called our hook, however many frames up it is."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
         if hasattr(owner, "model") and hasattr(owner, "get_model"):
-            return owner.get_model()  # type: ignore[union-attr]  # without the wrapper that replays CUDA graphs
+            return owner
         frame = frame.f_back
     raise SemBlendError("the model runner was not found among the callers", hint="is this vLLM version supported?")
+
+
+class ModelInputs:
+    """What the runner hands a model for text: a class that can read images takes embeddings in place of token ids, and
+    one with M-RoPE positions on several axes, in text all alike. A compiled model takes nothing else.
+    """
+
+    def __init__(self, runner: Any, vllm_config: Any) -> None:
+        model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+        self._model = runner.get_model()
+        self._embeds = bool(
+            getattr(runner, "supports_mm_inputs", False) or getattr(model, "enable_prompt_embeds", False)
+        )
+        self._axes = int(getattr(model, "mrope_num_dims", 3)) if getattr(model, "uses_mrope", False) else 0
+        self._longest = int(scheduler.max_num_batched_tokens) + 1  # as in the runner: compiled for this stride
+        self._positions: Tensor | None = None
+
+    @property
+    def holds_images(self) -> bool:
+        """Whether the model keeps what images of the step that is under way add to its layers (Qwen3-VL's deepstack).
+
+        vLLM prepares a step's inputs, calls us, and then runs the step.
+        """
+        return bool(getattr(self._model, _DEEPSTACK, None)) and bool(
+            getattr(self._model, f"{_DEEPSTACK}_num_tokens", 1)
+        )
+
+    @contextmanager
+    def of_text(self, rows: Rows) -> Iterator[dict[str, Any]]:
+        """Arguments for a pass over these rows; images of the step are set aside until it is over."""
+        tokens = rows.tokens.to(torch.int32)
+        embedded = self._model.embed_input_ids(tokens) if self._embeds else None
+        inputs = {
+            "input_ids": None if self._embeds else tokens,
+            "positions": self._place(rows.positions) if self._axes else rows.positions,
+            "inputs_embeds": embedded,
+        }
+        if embedded is None or not self.holds_images:
+            yield inputs
+            return
+        kept = {name: getattr(self._model, name, None) for name in (_DEEPSTACK, f"{_DEEPSTACK}_num_tokens")}
+        setattr(self._model, _DEEPSTACK, [torch.zeros_like(embedded)] * len(kept[_DEEPSTACK]))
+        setattr(self._model, f"{_DEEPSTACK}_num_tokens", 0)
+        try:
+            yield inputs
+        finally:
+            for name, value in kept.items():
+                setattr(self._model, name, value)
+
+    def _place(self, positions: Tensor) -> Tensor:
+        """The same position on all axes, in memory that stays, for recorded passes."""
+        if self._positions is None or self._positions.shape[1] <= len(positions):
+            longest = max(self._longest, len(positions) + 1)
+            self._positions = torch.zeros((self._axes, longest), dtype=torch.int64, device=positions.device)
+        return self._positions[:, : len(positions)].copy_(positions)
 
 
 class StockModel:
     """vLLM's own model over rows of one prompt: a `Model` of `semblend.materialize.contract`."""
 
-    def __init__(self, model: Any, vllm_config: Any, kv_cache_config: Any, caches: Mapping[str, Tensor], quiet: Quiet):
+    def __init__(self, runner: Any, vllm_config: Any, kv_cache_config: Any, caches: Mapping[str, Tensor], quiet: Quiet):
         group = kv_cache_config.kv_cache_groups[0]
-        self._model, self._config, self._quiet = model, vllm_config, quiet
+        self._model = runner.get_model()  # without the wrapper that replays CUDA graphs
+        self._config, self._quiet = vllm_config, quiet
+        self._inputs = ModelInputs(runner, vllm_config)
         self._names = [name for name in group.layer_names if name in caches]
         self._caches = [caches[name] for name in self._names]
         check_caches(self._names, self._caches, self.layers)
@@ -126,7 +184,8 @@ class StockModel:
 
     @torch.inference_mode()
     def forward(self, rows: Rows, observer: Observer | None = None) -> Tensor:
-        if self._recorded is not None and (observer is None or observer.after_pass):
+        plain = not self._inputs.holds_images
+        if plain and self._recorded is not None and (observer is None or observer.after_pass):
             hidden = self._recorded.run(rows)
             if hidden is not None:
                 if observer is not None:
@@ -198,14 +257,9 @@ class StockModel:
                 num_tokens=len(rows),
                 slot_mapping=dict.fromkeys(self._names, rows.slots),
                 skip_compiled=observer is not None and observer.stops_early,
-            ),
+            ),self._inputs.of_text(rows) as inputs
         ):
-            hidden: Tensor = self._model(
-                input_ids=rows.tokens.to(torch.int32),
-                positions=rows.positions,
-                intermediate_tensors=None,
-                inputs_embeds=None,
-            )
+            hidden: Tensor = self._model(**inputs, intermediate_tensors=None)
         return hidden
 
     @torch.inference_mode()
@@ -258,8 +312,6 @@ def check_caches(names: Sequence[str], caches: Sequence[Tensor], layers: Sequenc
             raise SemBlendError(f"KV of type {kind} cannot be moved", hint="do not quantise the KV cache")
 
 
-def read_rope_config(vllm_config: Any) -> dict[str, Any]:
-    """The model's configuration as our rotation reads it."""
-    config = vllm_config.model_config.hf_text_config
-    found: dict[str, Any] = config.to_dict()
-    return found
+def read_rope_config(vllm_config: Any) -> Mapping[str, Any]:
+    """The model's configuration as our rotation reads it; requests with images are none of ours."""
+    return read_for_text(vllm_config.model_config.hf_text_config.to_dict())

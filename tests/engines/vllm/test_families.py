@@ -1,0 +1,125 @@
+"""Models with experts, and models that read images: what is reused of text in them is what they compute themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import MODEL, World, make_world, serve
+from small_folders import EXPERTS, PICTURES, write
+
+from semblend.materialize.gate.thresholds import Thresholds
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
+def start(kind: str, folder: Any, **settings: Any) -> Iterator[World]:
+    """An engine for a model with random weights, and settings under which gate and canary are content with it."""
+    write(kind, folder, MODEL)
+    (folder / "thresholds.json").write_text(Thresholds(1e9, 1e9, 1e9).to_json(), encoding="utf-8")
+    world = make_world(str(folder), settings, thresholds=str(folder / "thresholds.json"), deep_tolerance=0)
+    try:
+        yield from serve(world)
+    finally:
+        world.core.shutdown()
+
+
+@pytest.fixture
+def expert_world(request: pytest.FixtureRequest, tmp_path: Any) -> Iterator[World]:
+    yield from start(request.param, tmp_path)
+
+
+@pytest.fixture
+def picture_world(request: pytest.FixtureRequest, tmp_path: Any) -> Iterator[World]:
+    pytest.importorskip("torchvision", reason="vLLM imports it for models that read images", exc_type=ImportError)
+    limits = {"image": 1, "video": 0}
+    yield from start(request.param, tmp_path, limit_mm_per_prompt=limits, skip_mm_profiling=True)
+
+
+def assert_text_is_reused_exactly(world: World) -> None:
+    """Keys of layer 0 that moved are those that the model computes there; whatever did not move is so in all layers."""
+    document = world.document(2)
+    target = world.instruction(4) + document + world.question()
+    cold = world.cold(target)
+    world.ask(world.instruction(2) + document + world.question())
+    (output,) = world.ask(target)
+    receipt = world.receipt(output)
+    assert receipt["outcome"] == "backend_materialized_reuse", receipt
+    assert receipt["reused_tokens"] > 0.8 * len(document)
+    assert 0 < receipt["canary"] < 1e-4
+    (span,) = world.audited(output)["spans"]
+    assert span["target_start"] != span["donor_start"]
+    (k, v), (cold_k, cold_v) = world.kv_of(output)[0], world.kv_of(cold)[0]
+    assert float((k - cold_k).abs().max()) < 1e-4 * float(cold_k.abs().max())
+    assert float((v - cold_v).abs().max()) < 1e-4 * float(cold_v.abs().max())
+
+    again = world.instruction(3) + world.document(3) + world.question()
+    (first,) = world.ask(again)
+    world.forget_prefixes()
+    (second,) = world.ask(again)
+    assert world.receipt(second)["reused_tokens"] > 0.7 * len(again)
+    for ours, theirs in zip(world.kv_of(second), world.kv_of(first), strict=True):
+        for mine, own in zip(ours, theirs, strict=True):  # poisoned before the load: experts of a batch may round apart
+            assert float((mine - own).abs().max()) < 1e-4 * float(own.abs().max())
+    assert second.outputs[0].token_ids == first.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("expert_world", sorted(EXPERTS), indirect=True)
+def test_a_model_with_experts_is_served(expert_world):
+    assert_text_is_reused_exactly(expert_world)
+
+
+def show(world: World, before: list[int], after: list[int], seed: int) -> dict[str, Any]:
+    """A prompt with an image in its text."""
+    from PIL import Image
+
+    pixels = np.random.default_rng(seed).integers(0, 255, (56, 56, 3), dtype=np.uint8)
+    known = world.tokenizer.get_added_vocab()
+    marks = world.ids("[IMG]" if "[IMG]" in known else "<|vision_start|><|image_pad|><|vision_end|>")
+    return {"prompt_token_ids": before + marks + after, "multi_modal_data": {"image": Image.fromarray(pixels)}}
+
+
+@pytest.mark.parametrize("picture_world", sorted(PICTURES), indirect=True)
+def test_a_model_that_reads_images_is_served_where_it_reads_none(picture_world, monkeypatch):
+    world = picture_world
+    assert_text_is_reused_exactly(world)
+
+    # A request with an image neither reuses nor becomes a donor, not even for its own text.
+    document = world.document(5)
+    pictured = show(world, world.instruction(1), document + world.question(), seed=1)
+    donors = len(world.half.semblend.donors())
+    (alone,) = world.ask(pictured)
+    (other,) = world.ask(world.instruction(2) + document + world.question())
+    assert world.receipt(alone)["reason"] == "unsupported_mode"
+    assert world.receipt(other)["reused_tokens"] == 0
+    assert len(world.half.semblend.donors()) == donors + 1, "the one without an image"
+    world.forget_prefixes()
+    (again,) = world.ask(show(world, world.instruction(4), document + world.question(), seed=2))
+    assert world.receipt(again)["reused_tokens"] == 0
+
+    # In a step that reads an image, what it adds to the model is not in what we compute, and stays for the step. The
+    # image comes in the second step of its prompt, in which the other one's load is done.
+    late = show(world, world.instruction(1) + world.document(6, 125), world.question(), seed=1)
+    assert len(late["prompt_token_ids"]) > 512
+    (alone,) = world.ask(late)
+    target = world.instruction(4) + document + world.question()
+    world.forget_prefixes()
+    (expected,) = world.ask(target)
+    world.forget_prefixes()
+    (ours, theirs) = world.ask(target, late)
+    assert world.receipt(ours)["reused_tokens"] == world.receipt(expected)["reused_tokens"] > 0
+    assert worst(world, ours, expected) < 1e-3
+    assert worst(world, theirs, alone) < 1e-3
+    if getattr(world.worker._model.module, "deepstack_input_embeds", None):
+        monkeypatch.setattr(type(world.worker._model._inputs), "holds_images", False)  # without this they would be
+        world.forget_prefixes()
+        (ours, theirs) = world.ask(target, late)
+        assert worst(world, ours, expected) > 1e-2
+        assert worst(world, theirs, alone) > 1e-2
+
+
+def worst(world: World, one: Any, other: Any) -> float:
+    pairs = zip(world.kv_of(one), world.kv_of(other), strict=True)
+    return max(float((a - b).abs().max()) for pair in pairs for a, b in zip(*pair, strict=True))

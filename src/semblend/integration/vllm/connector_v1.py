@@ -242,6 +242,8 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         ours = self._ours
+        if ours.facts.refusal:
+            return OrdersMetadata(Orders())
         try:
             return OrdersMetadata(ours.build_orders(scheduler_output))
         except Exception as error:

@@ -342,8 +342,10 @@ def as_without_us(settings: dict[str, Any]) -> dict[str, Any]:
 
     folder = small_folders.write(settings["kind"], Path(settings["folder"]), settings["model"])
     by_name = {key: value for key, value in OURS.items() if key != "kv_connector_module_path"}
+    # States are kept at the ends of prompts, not at every block: the kernels for a CPU know nothing else.
+    more = {"mamba_cache_mode": "align"} if settings["kind"] == "recurrent" else {}
     with schedule_ahead() if settings.get("ahead") else nullcontext():
-        engine = Engine(str(folder), by_name if settings["connected"] else None)
+        engine = Engine(str(folder), by_name if settings["connected"] else None, **more)
     scheduler = engine.scheduler
     told: dict[str, Any] = {
         "groups": [type(group.kv_cache_spec).__name__ for group in scheduler.kv_cache_config.kv_cache_groups],

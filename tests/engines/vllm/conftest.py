@@ -146,8 +146,13 @@ class World:
     def watch(self) -> None:
         from semblend.materialize.contract import slots_of_blocks
 
+        served: list[str] = []
+
         def load(orders: Any) -> None:
             layout = self.worker._model.layout
+            served[:] = (
+                orders.served
+            )  # they are told, and gone from the orders, before an engine that speculates captures
             for order in orders.loads:
                 self.loads.append(order)
                 # Freed blocks may still hold the right KV, which would prove nothing.
@@ -158,7 +163,7 @@ class World:
             self._real["load"](orders)
 
         def capture(orders: Any) -> None:
-            for request_id in orders.served:
+            for request_id in served:
                 record = self.half._records[request_id]
                 slots = slots_of_blocks(record.block_ids, 32, len(record.prompt))
                 layout = self.worker._model.layout
@@ -193,7 +198,12 @@ class World:
         self.watch()
 
 
-def make_world(model: str = MODEL, engine: dict[str, Any] | None = None, **connector: Any) -> World:
+def make_world(
+    model: str = MODEL,
+    engine: dict[str, Any] | None = None,
+    speculative: dict[str, Any] | None = None,
+    **connector: Any,
+) -> World:
     """A new engine, beside those that are there already; ``engine``: more of its own settings."""
     from vllm import LLM
     from vllm.config import KVEventsConfig, KVTransferConfig
@@ -212,6 +222,7 @@ def make_world(model: str = MODEL, engine: dict[str, Any] | None = None, **conne
         block_size=32,
         enable_prefix_caching=True,
         disable_log_stats=False,
+        speculative_config=speculative,
         kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
         kv_transfer_config=KVTransferConfig(
             kv_connector="SemBlendConnectorV1",

@@ -9,7 +9,12 @@ from typing import Any
 def write(kind: str, folder: Path, like: str) -> Path:
     """Write the folder of a kind of model, where it is not there yet."""
     if not (folder / "config.json").exists():
-        writers = {"hybrid": _write_hybrid, "windowed": _write_windowed, "four bits": _write_four_bits}
+        writers = {
+            "hybrid": _write_hybrid,
+            "windowed": _write_windowed,
+            "recurrent": _write_recurrent,
+            "four bits": _write_four_bits,
+        }
         if kind in EXPERTS:
             _write_experts(kind, folder, like)
         elif kind in PICTURES:
@@ -121,6 +126,18 @@ def _write_windowed(folder: Path, like: str) -> None:
 
     config = MistralConfig(**_sizes(like), num_hidden_layers=2, sliding_window=64)
     _write(MistralForCausalLM, config, folder, like)
+
+
+def _write_recurrent(folder: Path, like: str) -> None:
+    """Four layers, every other one a short convolution with a state, the others full attention, as in LFM2."""
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    sizes = _sizes(like)
+    width, inner = sizes["hidden_size"], sizes["intermediate_size"]
+    named = {"conv_dim": width, "conv_dim_out": width, "block_dim": width, "block_ff_dim": inner}
+    named |= {"block_multiple_of": 1, "block_auto_adjust_ff_dim": False, "block_ffn_dim_multiplier": 1.0}
+    config = Lfm2Config(**sizes, **named, layer_types=["conv", "full_attention"] * 2, num_hidden_layers=4)
+    _write(Lfm2ForCausalLM, config, folder, like)
 
 
 def _sizes(like: str) -> dict[str, Any]:

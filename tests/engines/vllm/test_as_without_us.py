@@ -9,9 +9,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 @pytest.mark.parametrize(
     ("kind", "groups"),
-    [("hybrid", {"FullAttentionSpec", "SlidingWindowSpec"}), ("windowed", {"SlidingWindowSpec"})],
+    [
+        ("hybrid", {"FullAttentionSpec", "SlidingWindowSpec"}),
+        ("windowed", {"SlidingWindowSpec"}),
+        ("recurrent", {"FullAttentionSpec", "MambaSpec"}),
+    ],
 )
-def test_a_model_with_windows_answers_and_caches_as_without_a_connector(apart, tmp_path, kind, groups):
+def test_a_model_that_we_decline_answers_and_caches_as_without_a_connector(apart, tmp_path, kind, groups):
     folder = str(tmp_path / "model")
     given = {
         "kind": kind,
@@ -31,7 +35,8 @@ def test_a_model_with_windows_answers_and_caches_as_without_a_connector(apart, t
         assert mine["receipt"]["reason"] == "unsupported_mode"
     assert max(answer["cached"] for answer in theirs["answers"]) > 0, "the prefix cache was at work"
     assert ours["answers"][-1]["cached"] == 0, "and was reset"
-    assert "full attention" in ours["refusal"]
+    assert ("never served" if kind == "recurrent" else "full attention") in ours["refusal"]
+    assert {answer["receipt"]["detail"] for answer in ours["answers"]} == {ours["refusal"]}
     assert (ours["donors"], ours["records"]) == (0, 0)
     assert ours["log"].count("SemBlend reuses nothing in this engine") == 1
 

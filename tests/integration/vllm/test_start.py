@@ -58,6 +58,20 @@ class MLAAttentionSpec(SimpleNamespace):
     """Another kind."""
 
 
+class MambaSpec(SimpleNamespace):
+    """A recurrent state."""
+
+
+class OfTwoSizes(SimpleNamespace):
+    """Layers of two sizes in one group."""
+
+    def __init__(self, other):
+        super().__init__(kv_cache_specs={"model": FullAttentionSpec(), "draft": other})
+
+
+DRAFT = SimpleNamespace(method="eagle3", parallel_drafting=False, use_multi_module_mtp=lambda: False)
+
+
 def engine(attention=None, **changes):
     """A plain engine, as far as it is asked; ``changes`` by dotted names with __ for the dot."""
     config = {"model_type": "qwen2", "hidden_size": 64, "num_attention_heads": 4, "rope_theta": 1e4}
@@ -109,6 +123,13 @@ def test_a_plain_engine_is_served(ranks):
 
 
 @pytest.mark.usefixtures("known_sources")
+@pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "suffix", "medusa", "draft_model", "eagle", "eagle3", "mtp"])
+@pytest.mark.parametrize("spec", [FullAttentionSpec(), OfTwoSizes(FullAttentionSpec())])
+def test_an_engine_that_speculates_is_served(method, spec):
+    assert why_not(*engine(spec, speculative_config=SimpleNamespace(**vars(DRAFT) | {"method": method}))) is None
+
+
+@pytest.mark.usefixtures("known_sources")
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -125,7 +146,14 @@ def test_a_plain_engine_is_served(ranks):
         ({"model_config__hf_text_config__num_kv_shared_layers": 4}, "share the KV"),
         ({"cache_config__kv_sharing_fast_prefill": True}, "kv_sharing_fast_prefill"),
         ({"lora_config": object()}, "LoRA"),
-        ({"speculative_config": object()}, "draft"),
+        ({"speculative_config": SimpleNamespace(method="dflash", parallel_drafting=True)}, "parallel drafting"),
+        ({"speculative_config": SimpleNamespace(method="extract_hidden_states")}, "extract_hidden_states"),
+        ({"speculative_config": SimpleNamespace(method="custom_class")}, "custom_class"),
+        ({"speculative_config": SimpleNamespace(method="mtp", use_multi_module_mtp=lambda: True)}, "chain of MTP"),
+        ({"speculative_config": DRAFT, "attention": OfTwoSizes(FullAttentionSpec(sliding_window=512))}, "its draft"),
+        ({"attention": OfTwoSizes(FullAttentionSpec())}, "full attention"),
+        ({"attention": MambaSpec()}, "never served"),
+        ({"attention": OfTwoSizes(MambaSpec())}, "never served"),
         ({"cache_config__cache_dtype": "fp8"}, "fp8"),
         ({"attention": MLAAttentionSpec()}, "full attention"),
         ({"attention": FullAttentionSpec(sliding_window=512)}, "full attention"),

@@ -242,6 +242,8 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         ours = self._ours
+        if ours.facts.refusal:
+            return OrdersMetadata(Orders())
         try:
             return OrdersMetadata(ours.build_orders(scheduler_output))
         except Exception as error:
@@ -394,6 +396,9 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
             report.loaded |= more.loaded
             report.not_captured |= more.not_captured
             report.served += more.served
+        if self.has_connector_metadata():  # a runner that speculates asks for the report before it lets us capture
+            report.served += self._orders.served
+            self._orders.served = []
         report.errors += self._untold
         self._untold = []
         return ReportMetadata(report) if report else None

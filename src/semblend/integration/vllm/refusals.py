@@ -30,6 +30,12 @@ READ_TEXT_PLAINLY = frozenset(
 )
 """Classes for images of which we know what a pass over text needs: token embeddings and positions, and of Qwen3-VL that
 what images add to its layers is set aside meanwhile. Others may keep more in the model while a step runs."""
+DRAFTS = frozenset("ngram ngram_gpu suffix medusa mlp_speculator draft_model eagle eagle3 mtp".split())  # noqa: SIM905
+NEVER_RECURRENT = (
+    "some layers keep a recurrent state (Mamba, linear attention) in place of KV: it sums up all tokens in front of it "
+    "and cannot be moved to another place, so such models are never served; `semblend estimate`, `semblend arrange` and "
+    "the router still help"
+)
 MOVABLE_TYPES = ("auto", "float32", "float16", "bfloat16", "half")
 
 
@@ -52,7 +58,11 @@ def refusal(vllm_config: Any, kv_cache_config: Any, version: str, package: Path)
         lambda: _refuse_ranks(vllm_config.parallel_config),
         lambda: _refuse_features(vllm_config),
         lambda: _refuse_model(vllm_config.model_config),
-        lambda: _refuse_cache(vllm_config.cache_config, kv_cache_config.kv_cache_groups),
+        lambda: _refuse_cache(
+            vllm_config.cache_config,
+            kv_cache_config.kv_cache_groups,
+            drafts=vllm_config.speculative_config is not None,
+        ),
         lambda: rope_refusal(read_rope_config(vllm_config)),
     )
     return next((why for check in checks if (why := check())), None)
@@ -149,11 +159,27 @@ def _refuse_features(vllm_config: Any) -> str | None:
             "LoRA: vLLM tells its kernels once a step which adapter each row of its own batch has; "
             "a pass of ours between that and the step would run with the wrong adapters, and so would the step after it"
         )
-    if vllm_config.speculative_config is not None:
-        return "a draft model has KV of its own, which donors do not hold"
+    if vllm_config.speculative_config is not None and (why := _refuse_draft(vllm_config.speculative_config)):
+        return why
     passes = getattr(getattr(vllm_config, "compilation_config", None), "pass_config", None)
     if getattr(passes, "fuse_attn_quant", False):
         return "attention writes a quantised output (fuse_attn_quant), which the attention of our passes does not"
+    return None
+
+
+def _refuse_draft(speculative: Any) -> str | None:
+    """The served model checks every token of a draft. So a draft that lacks KV of a load guesses worse, no more; what
+    counts is which blocks and hidden states its method reads and writes."""
+    method = str(speculative.method)
+    if getattr(speculative, "parallel_drafting", False):
+        return (
+            f"parallel drafting ({method}) fills slots of the prompt's blocks with guesses of its own layout, "
+            "beside which loads and captures were never checked"
+        )
+    if method not in DRAFTS:
+        return f"speculation by {method} may read hidden states or KV of the prompt that a load does not give it"
+    if (chained := getattr(speculative, "use_multi_module_mtp", None)) is not None and chained():
+        return "a chain of MTP modules computes a prompt's last tokens again, after we may have copied or shared them"
     return None
 
 
@@ -167,11 +193,14 @@ def _refuse_model(model: Any) -> str | None:
     return None
 
 
-def _refuse_cache(cache: Any, groups: Any) -> str | None:
+def _refuse_cache(cache: Any, groups: Any, *, drafts: bool) -> str | None:
     if getattr(cache, "kv_sharing_fast_prefill", False):
         return "layers share the KV of other layers (kv_sharing_fast_prefill): a prefill leaves them out"
-    if len(groups) != 1 or not _full_attention(groups[0].kv_cache_spec):
-        return "the model does not have one kind of full attention in all layers"
+    if any(_recurrent(group.kv_cache_spec) for group in groups):
+        return NEVER_RECURRENT
+    if len(groups) != 1 or not _full_attention(groups[0].kv_cache_spec, drafts=drafts):
+        what = "the model and its draft do not" if drafts else "the model does not"
+        return f"{what} have one kind of full attention in all layers"
     if str(cache.cache_dtype) not in MOVABLE_TYPES:
         return (
             f"a KV cache of type {cache.cache_dtype} cannot be moved: keys are rotated to other positions, and "
@@ -180,6 +209,13 @@ def _refuse_cache(cache: Any, groups: Any) -> str | None:
     return None
 
 
-def _full_attention(spec: Any) -> bool:
+def _recurrent(spec: Any) -> bool:
+    specs = getattr(spec, "kv_cache_specs", None) or {"": spec}
+    return any(any(kind.__name__ == "MambaSpec" for kind in type(one).__mro__) for one in specs.values())
+
+
+def _full_attention(spec: Any, *, drafts: bool = False) -> bool:
+    if drafts and (layers := getattr(spec, "kv_cache_specs", None)):  # a draft's layers may be of another size
+        return all(map(_full_attention, layers.values()))
     windowed = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
     return type(spec).__name__ == "FullAttentionSpec" and not windowed

@@ -129,7 +129,7 @@ def place_donors(worker: WorkerConnector, settings: ConnectorSettings, vllm_conf
         free, total = torch.cuda.mem_get_info(device)
         share = 0.0 if getattr(cache, "kv_cache_memory_bytes", None) else float(cache.gpu_memory_utilization)
         worker.donor_kv.give_device(device, choose_device_bytes(free, total, share))
-    budgets, (token, spec) = worker.donor_kv.budgets, _count_token_bytes(kv_cache_config)
+    budgets, (token, spec) = worker.donor_kv.budgets, _count_token_bytes(vllm_config, kv_cache_config)
     places = describe_places(budgets["device"], budgets["host"], token, token * _share_of(settings.donor_bits, spec))
     disk = f", {budgets['disk'] / GIB:.1f} GiB on the disk" if budgets["disk"] else ""
     own = (
@@ -180,7 +180,7 @@ def share_donors(settings: ConnectorSettings, ours: SchedulerConnector, vllm_con
     if not settings.donor_directory or ours.facts.refusal:
         return
     ranks = int(vllm_config.parallel_config.tensor_parallel_size)
-    token, spec = _count_token_bytes(kv_cache_config)
+    token, spec = _count_token_bytes(vllm_config, kv_cache_config)
     try:
         ours.donors.shared = SharedDonors(
             settings.donor_directory,
@@ -195,11 +195,13 @@ def share_donors(settings: ConnectorSettings, ours: SchedulerConnector, vllm_con
         log.warning("SemBlend: %s (%s)", error.message, error.hint)
 
 
-def _count_token_bytes(kv_cache_config: Any) -> tuple[float, Any]:
+def _count_token_bytes(vllm_config: Any, kv_cache_config: Any) -> tuple[float, Any]:
     """Bytes of a token's KV in the cache of one rank, and what vLLM knows of it."""
     group = kv_cache_config.kv_cache_groups[0]
-    spec = group.kv_cache_spec
-    return spec.page_size_bytes / spec.block_size * len(group.layer_names), spec
+    layers = group.layer_names[: vllm_config.model_config.get_num_layers(vllm_config.parallel_config)]  # no draft's
+    specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)  # where a draft's are of another size
+    spec = specs[layers[0]] if specs else group.kv_cache_spec
+    return spec.page_size_bytes / spec.block_size * len(layers), spec
 
 
 def _share_of(bits: int, spec: Any) -> float:

@@ -174,10 +174,12 @@ class PrefixLocks:
     def _keep_private(self, record: Record) -> None:
         assert record.salted is not None
         assert record.block_ids is not None
-        if record.checked_blocks and self._has_no_news(record):
+        # Only full blocks enter. A request that speculates has blocks ahead of those, and fills several in a step.
+        full = len(record.source.block_hashes) * self._facts.hash_block_tokens // self._facts.block_tokens
+        if record.checked_blocks and self._has_no_news(record, full):
             return
         pool, blocks, name, salted = self.block_pool, record.block_ids, record.request_id, record.salted
-        # vLLM enters blocks as they fill: those since, and two that were filling.
+        # Those that have filled since, and two that may have had their hash before their KV.
         since = max(record.checked_blocks - 2, record.first_block)
         first_hash = since if self.can_share else salted.first
         if pool.kv_event_queue:
@@ -193,11 +195,11 @@ class PrefixLocks:
             answer = len(record.prompt) // self._facts.block_tokens
             keep_out(pool, self.cached_counts, name, blocks[max(since, answer) :])
         if record.entered:
-            record.checked_blocks = len(blocks)
+            record.checked_blocks = min(full, len(blocks))
 
-    def _has_no_news(self, record: Record) -> bool:
+    def _has_no_news(self, record: Record, full_blocks: int) -> bool:
         """Whether nothing of a request can have entered since the last look: one that runs costs a step nothing."""
         assert record.salted is not None
         if record.salted.has_key:
-            return len(record.block_ids or ()) == record.checked_blocks and not self.block_pool.kv_event_queue
+            return full_blocks == record.checked_blocks and not self.block_pool.kv_event_queue
         return bool(self.cached_counts)

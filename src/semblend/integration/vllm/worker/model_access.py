@@ -122,15 +122,17 @@ class StockModel:
         self._model = runner.get_model()  # without the wrapper that replays CUDA graphs
         self._config, self._quiet = vllm_config, quiet
         self._inputs = ModelInputs(runner, vllm_config)
-        self._names = [name for name in group.layer_names if name in caches]
+        known, own = vllm_config.compilation_config.static_forward_context, set(map(id, self._model.modules()))
+        # A draft's layers lie in the same blocks. The model never runs them, so they are in no pass and no donor.
+        self._names = [name for name in group.layer_names if name in caches and id(known.get(name)) in own]
         self._caches = [caches[name] for name in self._names]
         check_caches(self._names, self._caches, self.layers)
-        self._kv_spec = group.kv_cache_spec
+        self._kv_spec = read_layer_spec(group, self._names)
         self._builder: Any = None
         self._recorded: RecordedPasses | None = None
         self._looks: RecordedLooks | None = None
         self._groups_rows = False
-        self.block_tokens: int = group.kv_cache_spec.block_size
+        self.block_tokens: int = self._kv_spec.block_size
         self.device: torch.device = self._caches[0].device
         self.rope = RopeSpec.from_hf_config(read_rope_config(vllm_config))
         ranks = int(vllm_config.parallel_config.tensor_parallel_size)
@@ -257,9 +259,12 @@ class StockModel:
                 num_tokens=len(rows),
                 slot_mapping=dict.fromkeys(self._names, rows.slots),
                 skip_compiled=observer is not None and observer.stops_early,
-            ),self._inputs.of_text(rows) as inputs
+            ),
+            self._inputs.of_text(rows) as inputs,
         ):
-            hidden: Tensor = self._model(**inputs, intermediate_tensors=None)
+            found = self._model(**inputs, intermediate_tensors=None)
+        # For a draft (EAGLE 3) the model returns hidden states of some layers beside those of the last one.
+        hidden: Tensor = found[0] if isinstance(found, tuple) else found
         return hidden
 
     @torch.inference_mode()
@@ -310,6 +315,17 @@ def check_caches(names: Sequence[str], caches: Sequence[Tensor], layers: Sequenc
         if not isinstance(cache, Tensor) or cache.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             kind = getattr(cache, "dtype", type(cache).__name__)
             raise SemBlendError(f"KV of type {kind} cannot be moved", hint="do not quantise the KV cache")
+
+
+def read_layer_spec(group: Any, names: Sequence[str]) -> Any:
+    """What vLLM knows of the cache of each of these layers of a group. Those of a draft may be of other sizes."""
+    specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    if specs is None:
+        return group.kv_cache_spec
+    first, *others = (specs[name] for name in names)
+    if any(one != first for one in others):
+        raise SemBlendError("the layers have caches of different sizes", hint="such models run without reuse")
+    return first
 
 
 def read_rope_config(vllm_config: Any) -> Mapping[str, Any]:

@@ -64,6 +64,7 @@ class World:
         self.half = self.connector._ours
         self.worker_connector = get_kv_transfer_group()
         self.worker = self.worker_connector._worker
+        self.block_tokens = self.worker._model.block_tokens
         self.tokenizer = llm.get_tokenizer()
         self.kv: dict[str, list[Any]] = {}
         self.loads: list[Any] = []
@@ -150,7 +151,8 @@ class World:
             for order in orders.loads:
                 self.loads.append(order)
                 # Freed blocks may still hold the right KV, which would prove nothing.
-                slots = slots_of_blocks(order.block_ids, 32, len(order.block_ids) * 32)[order.exact_tokens :]
+                size = self.block_tokens
+                slots = slots_of_blocks(order.block_ids, size, len(order.block_ids) * size)[order.exact_tokens :]
                 for layer in range(layout.layers):
                     k, v = layout.gather(layer, slots)
                     layout.scatter(layer, slots, k.fill_(POISON), v.fill_(POISON))
@@ -159,7 +161,7 @@ class World:
         def capture(orders: Any) -> None:
             for request_id in orders.served:
                 record = self.half._records[request_id]
-                slots = slots_of_blocks(record.block_ids, 32, len(record.prompt))
+                slots = slots_of_blocks(record.block_ids, self.block_tokens, len(record.prompt))
                 layout = self.worker._model.layout
                 self.kv[request_id] = [layout.gather(layer, slots) for layer in range(layout.layers)]
             self._real["capture"](orders)

@@ -9,7 +9,13 @@ from typing import Any
 def write(kind: str, folder: Path, like: str) -> Path:
     """Write the folder of a kind of model, where it is not there yet."""
     if not (folder / "config.json").exists():
-        writers = {"hybrid": _write_hybrid, "windowed": _write_windowed, "four bits": _write_four_bits}
+        writers = {
+            "hybrid": _write_hybrid,
+            "windowed": _write_windowed,
+            "four bits": _write_four_bits,
+            "latents": _write_latents,
+            "latents and experts": _write_latents_and_experts,
+        }
         writers[kind](folder, like)
     return folder
 
@@ -35,6 +41,45 @@ def _write_windowed(folder: Path, like: str) -> None:
 
     config = MistralConfig(**_sizes(like), num_hidden_layers=2, sliding_window=64)
     _write(MistralForCausalLM, config, folder, like)
+
+
+LATENTS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
+"""The latents of all DeepSeek models: vLLM's kernel for CPUs knows no other."""
+
+
+def _write_latents(folder: Path, like: str) -> None:
+    """Three dense layers with latent attention and YaRN, as in DeepSeek-V2-Lite."""
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    yarn = {"factor": 4.0, "original_max_position_embeddings": 512, "beta_fast": 32, "beta_slow": 1}
+    yarn |= {"rope_type": "yarn", "rope_theta": 10000.0, "mscale": 0.707, "mscale_all_dim": 0.5}
+    config = DeepseekV2Config(
+        **(_sizes(like) | LATENTS | {"num_key_value_heads": 4}),
+        num_hidden_layers=3,
+        first_k_dense_replace=3,
+        q_lora_rank=None,
+        rope_parameters=yarn,
+    )
+    _write(DeepseekV2ForCausalLM, config, folder, like)
+
+
+def _write_latents_and_experts(folder: Path, like: str) -> None:
+    """Three layers with latent attention and compressed queries, two of them with experts, as in DeepSeek-V3."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    config = DeepseekV3Config(
+        **(_sizes(like) | LATENTS | {"num_key_value_heads": 4}),
+        num_hidden_layers=3,
+        first_k_dense_replace=1,
+        q_lora_rank=64,
+        n_routed_experts=4,
+        n_group=2,
+        topk_group=1,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        moe_intermediate_size=64,
+    )
+    _write(DeepseekV3ForCausalLM, config, folder, like)
 
 
 def _sizes(like: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 from semblend.integration.versions import VLLM
 from semblend.integration.vllm.plugin import CONNECTOR
 from semblend.integration.vllm.source_check import missing, missing_for_offloading
+from semblend.integration.vllm.worker.latents import keeps_latents
 from semblend.integration.vllm.worker.model_access import read_rope_config
 from semblend.materialize.kv.rope import refusal as rope_refusal
 
@@ -46,7 +47,9 @@ def refusal(vllm_config: Any, kv_cache_config: Any, version: str, package: Path)
         lambda: _refuse_features(vllm_config),
         lambda: _refuse_model(vllm_config.model_config),
         lambda: _refuse_cache(vllm_config.cache_config, kv_cache_config.kv_cache_groups),
-        lambda: rope_refusal(read_rope_config(vllm_config)),
+        lambda: rope_refusal(
+            read_rope_config(vllm_config), latents=keeps_latents(kv_cache_config.kv_cache_groups[0].kv_cache_spec)
+        ),
     )
     return next((why for check in checks if (why := check())), None)
 
@@ -155,6 +158,8 @@ def _refuse_model(model: Any) -> str | None:
         return "a model for images or sound computes from embeddings, which token ids do not determine"
     if getattr(model, "enable_sleep_mode", False) or getattr(model, "enable_cumem_allocator", False):
         return "sleep mode takes away what was allocated beside the KV cache, donors and recorded passes too"
+    if getattr(model.hf_text_config, "index_topk", None):
+        return "sparse attention chooses tokens by an indexer's keys (index_topk), which lie beside the KV of donors"
     if getattr(model.hf_text_config, "num_kv_shared_layers", 0):
         return "layers share the KV of other layers, and a donor would hold it twice or not at all"
     return None
@@ -175,4 +180,4 @@ def _refuse_cache(cache: Any, groups: Any) -> str | None:
 
 def _full_attention(spec: Any) -> bool:
     windowed = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
-    return type(spec).__name__ == "FullAttentionSpec" and not windowed
+    return (type(spec).__name__ == "FullAttentionSpec" or keeps_latents(spec)) and not windowed

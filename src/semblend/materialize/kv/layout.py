@@ -165,6 +165,18 @@ class KvLayout:
         )
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class LatentLayout(KvLayout):
+    """Latents (MLA): a token has one vector, of which ``v`` is the first half and ``k``, with what is rotated, the second.
+
+    Donors hold the halves as they hold keys and values. Queries of such a model are as wide as both of them.
+    """
+
+    def keys(self, layer: int, slots: Tensor) -> Tensor:
+        """What queries meet: the whole vectors in ``slots``, ``[n, 1, 2 * head_dim]``."""
+        return torch.cat((_read(self.v[layer], slots), _read(self.k[layer], slots)), dim=-1)
+
+
 def _read(pages: Tensor, slots: Tensor) -> Tensor:
     """Rows of ``pages`` ``[blocks, block_tokens, kv_heads, head_dim]``, in the cheapest way.
 

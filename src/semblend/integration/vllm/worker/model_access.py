@@ -24,6 +24,13 @@ from torch import Tensor
 from semblend.errors import SemBlendError
 from semblend.integration.vllm.worker.cache_layout import probe_layout
 from semblend.integration.vllm.worker.cuda_graphs import RecordedLooks, RecordedPasses
+from semblend.integration.vllm.worker.latents import (
+    check_latents,
+    choose_latent_runs,
+    keeps_latents,
+    without_graphs,
+    write_halves,
+)
 from semblend.integration.vllm.worker.pass_attention import (
     OURS,
     Attend,
@@ -39,7 +46,7 @@ from semblend.integration.vllm.worker.pass_attention import (
 )
 from semblend.materialize.contract import Capabilities, Layout, Observer, Rows, StopPass
 from semblend.materialize.gate.observers import Canary
-from semblend.materialize.kv.layout import copy_to_device
+from semblend.materialize.kv.layout import KvLayout, LatentLayout, copy_to_device
 from semblend.materialize.kv.rope import RopeSpec
 
 log = logging.getLogger("vllm.semblend")
@@ -66,6 +73,9 @@ class StockModel:
         self._model, self._config, self._quiet = model, vllm_config, quiet
         self._names = [name for name in group.layer_names if name in caches]
         self._caches = [caches[name] for name in self._names]
+        self.keeps_latents = keeps_latents(group.kv_cache_spec)
+        if self.keeps_latents:  # as the layers see them, without the one head
+            self._caches = [cache.squeeze(1) if cache.dim() == 4 else cache for cache in self._caches]
         check_caches(self._names, self._caches, self.layers)
         self._kv_spec = group.kv_cache_spec
         self._builder: Any = None
@@ -105,7 +115,8 @@ class StockModel:
     def kv_shape(self) -> tuple[int, int, int, torch.dtype]:
         """Layers, KV heads of this rank, head size and type of the cache; known before its layout is."""
         first = self.layers[0]
-        return len(self._names), int(first.num_kv_heads), int(first.head_size), self._caches[0].dtype
+        size = int(first.head_size) // (2 if self.keeps_latents else 1)  # of a latent it is half the vector
+        return len(self._names), int(first.num_kv_heads), size, self._caches[0].dtype
 
     @property
     def layers(self) -> list[Any]:
@@ -117,12 +128,27 @@ class StockModel:
     def layout(self) -> Layout:
         """Where KV lies. Asked for at the first use: the backend is not ready when a connector is made."""
         self._get_builder()
-        layer = self.layers[0]
+        layer, (_, kv_heads, head_dim, _) = self.layers[0], self.kv_shape
 
         def write(k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> None:
-            layer.impl.do_kv_cache_update(layer, k, v, cache, slots)
+            if self.keeps_latents:
+                write_halves(layer, k, v, cache, slots)
+            else:
+                layer.impl.do_kv_cache_update(layer, k, v, cache, slots)
 
-        return probe_layout(self._caches, self.block_tokens, layer.num_kv_heads, layer.head_size, write)
+        found = probe_layout(self._caches, self.block_tokens, kv_heads, head_dim, write)
+        if not self.keeps_latents:
+            return found
+        if type(found) is not KvLayout:
+            raise SemBlendError("a token's latent does not lie in one piece", hint="report the backend's name")
+        return LatentLayout(found.k, found.v)
+
+    @torch.inference_mode()
+    def check(self) -> None:
+        """Raise where this engine's attention is not what passes of ours need; seen at its start, of latents only."""
+        if self.keeps_latents:
+            assert isinstance(self.layout, LatentLayout)
+            check_latents(self.layers[0], self.layout, self._caches[0], self._make_metadata)
 
     @torch.inference_mode()
     def forward(self, rows: Rows, observer: Observer | None = None) -> Tensor:
@@ -188,7 +214,7 @@ class StockModel:
     def _run_pass(self, rows: Rows, observer: Observer | None, attend: Attend | None) -> Tensor:
         from vllm.forward_context import set_forward_context
 
-        metadata = OURS if attend else self._get_builder().build(0, self._describe(rows), fast_build=True)
+        metadata = OURS if attend else self._make_metadata(rows)
         with (
             self._quiet(),
             replace_attention(self.layers, PassAttention(rows, self.layout, observer, attend)),
@@ -217,16 +243,21 @@ class StockModel:
         if self._builder is None:
             backend = self.layers[0].get_attn_backend()
             make = backend.get_builder_cls()
-            self._builder = make(self._kv_spec, self._names, self._config, self.device)
+            config = without_graphs(self._config) if self.keeps_latents else self._config
+            self._builder = make(self._kv_spec, self._names, config, self.device)
         return self._builder
 
-    def _describe(self, rows: Rows) -> Any:
-        """One pseudo request a run: its queries are the run, its context everything before the run's end."""
+    def _make_metadata(self, rows: Rows) -> Any:
+        """For vLLM's own attention; one pseudo request a run: its queries are the run, and its context all before."""
+        described = self._describe(rows, choose_latent_runs(rows) if self.keeps_latents else rows.runs)
+        return self._get_builder().build(0, described, fast_build=True)
+
+    def _describe(self, rows: Rows, runs: Sequence[tuple[int, int]]) -> Any:
         from vllm.v1.attention.backend import CommonAttentionMetadata
 
-        lengths = torch.tensor([end - start for start, end in rows.runs], dtype=torch.int32)
+        lengths = torch.tensor([end - start for start, end in runs], dtype=torch.int32)
         starts = torch.cat((torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)))
-        ends = torch.tensor([end for _, end in rows.runs], dtype=torch.int32)
+        ends = torch.tensor([end for _, end in runs], dtype=torch.int32)
         blocks = rows.context[:: self.block_tokens] // self.block_tokens
         table = blocks.to(torch.int32).repeat(len(lengths), 1).contiguous()
         return CommonAttentionMetadata(
@@ -259,7 +290,10 @@ def check_caches(names: Sequence[str], caches: Sequence[Tensor], layers: Sequenc
 
 
 def read_rope_config(vllm_config: Any) -> dict[str, Any]:
-    """The model's configuration as our rotation reads it."""
+    """The model's configuration as our rotation reads it; of models with latents, vLLM renames its scaling."""
     config = vllm_config.model_config.hf_text_config
     found: dict[str, Any] = config.to_dict()
+    rope = found.get("rope_parameters") or {}
+    if rope.get("rope_type") in ("deepseek_yarn", "deepseek_llama_scaling"):  # both are YaRN's angles
+        found["rope_parameters"] = {**rope, "rope_type": "yarn"}
     return found

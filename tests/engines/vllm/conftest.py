@@ -17,6 +17,7 @@ import pytest
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[3] / "bench")]
 from late_outputs import schedule_ahead  # noqa: E402
+from small_folders import write  # noqa: E402
 from small_model import write_small_model  # noqa: E402
 from verdicts import VerdictWatch  # noqa: E402
 
@@ -262,6 +263,27 @@ def small_engine(small_model: tuple[str, dict[str, Any]]) -> Iterator[World]:
     world.core.shutdown()
 
 
+def make_latent_engine(kind: str, folder: Path) -> Iterator[World]:
+    """An engine with latent attention; gate and look into deep layers are content, as with the other small model."""
+    from semblend.materialize.gate.thresholds import Thresholds
+
+    write(kind, folder, MODEL)
+    (folder / "thresholds.json").write_text(Thresholds(1e9, 1e9, 1e9).to_json(), encoding="utf-8")
+    world = make_world(str(folder), thresholds=str(folder / "thresholds.json"), deep_tolerance=0)
+    yield world
+    world.core.shutdown()
+
+
+@pytest.fixture(scope="session")
+def latent_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    yield from make_latent_engine("latents", tmp_path_factory.mktemp("latents"))
+
+
+@pytest.fixture(scope="session")
+def expert_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    yield from make_latent_engine("latents and experts", tmp_path_factory.mktemp("experts"))
+
+
 @pytest.fixture(scope="session")
 def late_engine(small_model: tuple[str, dict[str, Any]]) -> Iterator[World]:
     folder, connector = small_model
@@ -292,6 +314,12 @@ def world(engine: World) -> Iterator[World]:
 def small_world(small_engine: World) -> Iterator[World]:
     """As ``world``, with a model that answers in milliseconds."""
     yield from serve(small_engine)
+
+
+@pytest.fixture(params=["latent_engine", "expert_engine"])
+def latent_world(request: pytest.FixtureRequest) -> Iterator[World]:
+    """A test that asks for it runs in engines with latent attention, shaped as DeepSeek-V2-Lite and as DeepSeek-V3."""
+    yield from serve(request.getfixturevalue(request.param))
 
 
 @pytest.fixture

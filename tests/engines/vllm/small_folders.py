@@ -44,21 +44,23 @@ def _write_windowed(folder: Path, like: str) -> None:
 
 
 LATENTS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
+LATENTS |= {"num_key_value_heads": 4, "num_hidden_layers": 3, "tie_word_embeddings": False}
 """The latents of all DeepSeek models: vLLM's kernel for CPUs knows no other."""
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512}
+YARN |= {"beta_fast": 32, "beta_slow": 1}
+"""Without it vLLM's package for CPUs rotates wrongly by itself: its kernel takes the keys for one piece of memory."""
 
 
 def _write_latents(folder: Path, like: str) -> None:
     """Three dense layers with latent attention and YaRN, as in DeepSeek-V2-Lite."""
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
-    yarn = {"factor": 4.0, "original_max_position_embeddings": 512, "beta_fast": 32, "beta_slow": 1}
-    yarn |= {"rope_type": "yarn", "rope_theta": 10000.0, "mscale": 0.707, "mscale_all_dim": 0.5}
     config = DeepseekV2Config(
-        **(_sizes(like) | LATENTS | {"num_key_value_heads": 4}),
-        num_hidden_layers=3,
+        **(_sizes(like) | LATENTS),
         first_k_dense_replace=3,
         q_lora_rank=None,
-        rope_parameters=yarn,
+        rope_parameters=YARN | {"mscale": 0.707, "mscale_all_dim": 0.5},
     )
     _write(DeepseekV2ForCausalLM, config, folder, like)
 
@@ -68,16 +70,18 @@ def _write_latents_and_experts(folder: Path, like: str) -> None:
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     config = DeepseekV3Config(
-        **(_sizes(like) | LATENTS | {"num_key_value_heads": 4}),
-        num_hidden_layers=3,
+        **(_sizes(like) | LATENTS),
         first_k_dense_replace=1,
         q_lora_rank=64,
+        topk_method="noaux_tc",  # what vLLM reads, and the files of DeepSeek-V3 say
+        scoring_func="sigmoid",
         n_routed_experts=4,
         n_group=2,
         topk_group=1,
         num_experts_per_tok=2,
         n_shared_experts=1,
         moe_intermediate_size=64,
+        rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
     )
     _write(DeepseekV3ForCausalLM, config, folder, like)
 

@@ -13,9 +13,10 @@ from behaviours import *  # noqa: F403  (the rules)
 from behaviours import World
 
 
-@pytest.fixture
-def world(engine):
+@pytest.fixture(params=["engine", "latent_engine"])
+def world(request):
     """Nobody asks vLLM anything meanwhile, so every block of its pool but the first is free to write to."""
+    engine = request.getfixturevalue(request.param)
     engine.start()
     model = engine.worker._model
     engine.worker.load, engine.worker.capture = engine._real["load"], engine._real["capture"]

@@ -96,9 +96,7 @@ def test_without_the_computed_rows_the_same_check_fails(latent_world, monkeypatc
     cold = latent_world.cold(prompt)
     latent_world.ask(prompt)
     monkeypatch.setattr(latent_world.half.semblend, "lookup", in_pieces(latent_world.half.semblend.lookup))
-    monkeypatch.setattr(
-        latent_world.worker._model, "forward", lambda rows, observer=None: torch.zeros(len(rows), 128)
-    )
+    monkeypatch.setattr(latent_world.worker._model, "forward", lambda rows, observer=None: torch.zeros(len(rows), 128))
     (output,) = latent_world.ask(prompt, tokens=1)
     assert worst(latent_world.kv_of(output), latent_world.kv_of(cold)) > 100
 

@@ -52,7 +52,9 @@ class Layout(Protocol):
     def views(self) -> KvLayout | None:
         """The same cache as strided views that our kernels can read and write; None where only its owner can."""
 
-    def keys(self, layer: int, slots: Tensor) -> Tensor: ...
+    def keys(self, layer: int, slots: Tensor) -> Tensor:
+        """What queries meet: the keys, or the whole vectors where there are latents (`LatentLayout`)."""
+
     def gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]: ...
     def scatter(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None: ...
 
@@ -167,7 +169,7 @@ class KvLayout:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LatentLayout(KvLayout):
-    """Latents (MLA): a token has one vector, of which ``v`` is the first half and ``k``, with what is rotated, the second.
+    """Latents (MLA): a token has one vector; ``v`` is its first half, and ``k`` the second, whose end is rotated.
 
     Donors hold the halves as they hold keys and values. Queries of such a model are as wide as both of them.
     """

@@ -231,10 +231,12 @@ def refusal(config: Config, latents: bool = False) -> str | None:
     ``latents``: the engine caches the latents of a model with latent attention, and its adapter moves them.
 
     >>> refusal({"model_type": "deepseek_v3", "kv_lora_rank": 512})
-    'The model attends to latents (MLA, kv_lora_rank), and this engine or its adapter does not keep them as such.'
+    'The model attends to latents (MLA, kv_lora_rank), which this engine or adapter does not keep as such.'
     """
     if config.get("kv_lora_rank") and not latents:
-        return "The model attends to latents (MLA, kv_lora_rank), and this engine or its adapter does not keep them as such."
+        return "The model attends to latents (MLA, kv_lora_rank), which this engine or adapter does not keep as such."
+    if latents and not config.get("kv_lora_rank"):
+        return "The engine caches latents, and the model's configuration does not say of what size (kv_lora_rank)."
     return next((reason for check in _CHECKS if (reason := check(config))), None)
 
 

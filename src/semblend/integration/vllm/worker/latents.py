@@ -49,7 +49,7 @@ def choose_latent_runs(rows: Rows) -> Runs:
 
 def write_halves(layer: Any, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> None:
     """Write the halves of vectors, ``[n, 1, head_dim]``, by the backend's own writer."""
-    latents, rotated = torch.cat((v, k), dim=-1).split([layer.kv_lora_rank, layer.qk_rope_head_dim], dim=-1)
+    latents, rotated = torch.cat((v, k), dim=-1).tensor_split([layer.kv_lora_rank], dim=-1)
     layer.impl.do_kv_cache_update(
         latents[:, 0].contiguous(), rotated.contiguous(), cache, slots, layer.kv_cache_dtype, layer._k_scale
     )
@@ -72,7 +72,7 @@ class LatentStandIn:
 
     def forward_mha(self, q: Tensor, *more: Any, **named: Any) -> Any:
         """The last rows are here, unless all are decoded."""
-        mine, turned = q[-QUESTION_ROWS:].split([self._layer.qk_nope_head_dim, self._layer.qk_rope_head_dim], dim=-1)
+        mine, turned = q[-QUESTION_ROWS:].tensor_split([self._layer.qk_nope_head_dim], dim=-1)
         self._show((torch.einsum("nhp,hpl->nhl", mine, self._layer.W_UK_T), turned))
         return self._impl.forward_mha(q, *more, **named)
 
@@ -104,8 +104,9 @@ def check_latents(layer: Any, layout: LatentLayout, cache: Tensor, describe: Cal
 
     Rows of our choice attend to vectors drawn at random, as runs and one by one, and so does a plain twin.
     """
+    hint = "this engine computes every request itself"
     if getattr(layer, "W_UK_T", None) is None:
-        raise SemBlendError("this backend packs the weights of latent attention", hint="the engine is served without us")
+        raise SemBlendError("this backend packs the weights of latent attention", hint=hint)
     blocks = -(-200 // layout.block_tokens)
     scratch = torch.empty_strided((blocks, *cache.shape[1:]), cache.stride(), dtype=cache.dtype, device=cache.device)
     places = torch.arange(blocks * layout.block_tokens, device=cache.device)
@@ -118,7 +119,7 @@ def check_latents(layer: Any, layout: LatentLayout, cache: Tensor, describe: Cal
     vectors = draw(len(context), 1, layer.head_size)
     v, k = vectors.chunk(2, dim=-1)
     write_halves(layer, k, v, scratch, context)
-    new, rotated = vectors.split([layer.kv_lora_rank, layer.qk_rope_head_dim], dim=-1)
+    new, rotated = vectors.tensor_split([layer.kv_lora_rank], dim=-1)
     for at in (places[5::3], places[70:], torch.cat((places[5:6], places[30:]))):
         rows, q = Rows.of(at, at.cpu(), context), draw(len(at), layer.num_heads, layer.qk_head_dim)
         found = q.new_empty(len(at), layer.num_heads * layer.v_head_dim)
@@ -126,16 +127,16 @@ def check_latents(layer: Any, layout: LatentLayout, cache: Tensor, describe: Cal
         wanted = attend_plain(layer, q, at, new[:, 0], rotated[:, 0])
         off = float((found.float() - wanted).abs().max() / wanted.abs().max())
         if not off < ROUNDING:
+            name = layer.attn_backend.get_name()
             raise SemBlendError(
-                f"vLLM's {layer.attn_backend.get_name()} attends otherwise to rows of our choice than a plain twin, by {off:.3g}",
-                hint="the engine is served without us",
+                f"vLLM's {name} is off by {off:.3g} from a plain twin, for rows of our choice", hint=hint
             )
 
 
 def attend_plain(layer: Any, q: Tensor, positions: Tensor, latents: Tensor, rotated: Tensor) -> Tensor:
-    """The plain twin: ``q[n, heads, d]`` of rows at ``positions`` attend to all up to their own; in single precision."""
+    """The plain twin: ``q[n, heads, d]`` of rows at ``positions`` attend to all up to their own, in float32."""
     both = layer.kv_b_proj(latents.contiguous())[0].view(len(latents), layer.num_heads, -1).float()
-    k, v = both.split([layer.qk_nope_head_dim, layer.v_head_dim], dim=-1)
+    k, v = both.tensor_split([layer.qk_nope_head_dim], dim=-1)
     keys = torch.cat((k, rotated.float()[:, None].expand(-1, layer.num_heads, -1)), dim=-1)
     scores = torch.einsum("nhd,thd->hnt", q.float(), keys) * layer.impl.scale
     ahead = torch.arange(len(latents), device=q.device) > positions[:, None]

@@ -151,7 +151,9 @@ SHORT_RUN = 16
 
 def can_attend(layout: Layout, impl: Any) -> KvLayout | None:
     """The views that our kernel reads, where it runs and computes what ``impl`` does; None elsewhere."""
-    if layout.device.type != "cuda" or isinstance(layout, LatentLayout) or impl.alibi_slopes is not None or impl.logits_soft_cap:
+    if layout.device.type != "cuda" or isinstance(layout, LatentLayout):
+        return None
+    if impl.alibi_slopes is not None or impl.logits_soft_cap:
         return None
     return layout.views if getattr(impl, "sinks", None) is None else None
 

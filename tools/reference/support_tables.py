@@ -70,10 +70,12 @@ VLLM: tuple[Feature, ...] = (
         f"{_VLLM_ENGINES}/test_as_without_us.py",
     ),
     Feature(
-        "MLA and other caches that are not one key and one value a token",
-        SupportLevel.NO,
-        "moving KV means rotating keys, and these have none",
-        _VLLM_START,
+        "latent attention (MLA): DeepSeek-V2, V3 and R1, Kimi K2, GLM-4.7-Flash",
+        SupportLevel.YES,
+        "run on a CPU only, with random weights in the shapes of DeepSeek-V2 and V3; each engine checks at its start "
+        "that its backend attends as our passes ask, and is declined if not. So it is with MLA switched off, an 8-bit "
+        "cache, sparse attention (index_topk) and other model types",
+        f"{_VLLM_ENGINES}/test_latents.py",
     ),
     Feature(
         "layers that share the KV of other layers",

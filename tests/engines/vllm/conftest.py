@@ -17,6 +17,7 @@ import pytest
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[3] / "bench")]
 from late_outputs import schedule_ahead  # noqa: E402
+from small_folders import write  # noqa: E402
 from small_model import write_small_model  # noqa: E402
 from verdicts import VerdictWatch  # noqa: E402
 
@@ -64,6 +65,7 @@ class World:
         self.half = self.connector._ours
         self.worker_connector = get_kv_transfer_group()
         self.worker = self.worker_connector._worker
+        self.block_tokens = self.worker._model.block_tokens
         self.tokenizer = llm.get_tokenizer()
         self.kv: dict[str, list[Any]] = {}
         self.loads: list[Any] = []
@@ -156,7 +158,8 @@ class World:
             for order in orders.loads:
                 self.loads.append(order)
                 # Freed blocks may still hold the right KV, which would prove nothing.
-                slots = slots_of_blocks(order.block_ids, 32, len(order.block_ids) * 32)[order.exact_tokens :]
+                size = self.block_tokens
+                slots = slots_of_blocks(order.block_ids, size, len(order.block_ids) * size)[order.exact_tokens :]
                 for layer in range(layout.layers):
                     k, v = layout.gather(layer, slots)
                     layout.scatter(layer, slots, k.fill_(POISON), v.fill_(POISON))
@@ -165,7 +168,7 @@ class World:
         def capture(orders: Any) -> None:
             for request_id in served:
                 record = self.half._records[request_id]
-                slots = slots_of_blocks(record.block_ids, 32, len(record.prompt))
+                slots = slots_of_blocks(record.block_ids, self.block_tokens, len(record.prompt))
                 layout = self.worker._model.layout
                 self.kv[request_id] = [layout.gather(layer, slots) for layer in range(layout.layers)]
             self._real["capture"](orders)
@@ -273,6 +276,27 @@ def small_engine(small_model: tuple[str, dict[str, Any]]) -> Iterator[World]:
     world.core.shutdown()
 
 
+def make_latent_engine(kind: str, folder: Path) -> Iterator[World]:
+    """An engine with latent attention; gate and look into deep layers are content, as with the other small model."""
+    from semblend.materialize.gate.thresholds import Thresholds
+
+    write(kind, folder, MODEL)
+    (folder / "thresholds.json").write_text(Thresholds(1e9, 1e9, 1e9).to_json(), encoding="utf-8")
+    world = make_world(str(folder), thresholds=str(folder / "thresholds.json"), deep_tolerance=0)
+    yield world
+    world.core.shutdown()
+
+
+@pytest.fixture(scope="session")
+def latent_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    yield from make_latent_engine("latents", tmp_path_factory.mktemp("latents"))
+
+
+@pytest.fixture(scope="session")
+def expert_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    yield from make_latent_engine("latents and experts", tmp_path_factory.mktemp("experts"))
+
+
 @pytest.fixture(scope="session")
 def late_engine(small_model: tuple[str, dict[str, Any]]) -> Iterator[World]:
     folder, connector = small_model
@@ -303,6 +327,12 @@ def world(engine: World) -> Iterator[World]:
 def small_world(small_engine: World) -> Iterator[World]:
     """As ``world``, with a model that answers in milliseconds."""
     yield from serve(small_engine)
+
+
+@pytest.fixture(params=["latent_engine", "expert_engine"])
+def latent_world(request: pytest.FixtureRequest) -> Iterator[World]:
+    """A test that asks for it runs in engines with latent attention, shaped as DeepSeek-V2-Lite and as DeepSeek-V3."""
+    yield from serve(request.getfixturevalue(request.param))
 
 
 @pytest.fixture

@@ -14,6 +14,8 @@ def write(kind: str, folder: Path, like: str) -> Path:
             "windowed": _write_windowed,
             "recurrent": _write_recurrent,
             "four bits": _write_four_bits,
+            "latents": _write_latents,
+            "latents and experts": _write_latents_and_experts,
         }
         if kind in EXPERTS:
             _write_experts(kind, folder, like)
@@ -138,6 +140,49 @@ def _write_recurrent(folder: Path, like: str) -> None:
     named |= {"block_multiple_of": 1, "block_auto_adjust_ff_dim": False, "block_ffn_dim_multiplier": 1.0}
     config = Lfm2Config(**sizes, **named, layer_types=["conv", "full_attention"] * 2, num_hidden_layers=4)
     _write(Lfm2ForCausalLM, config, folder, like)
+
+
+LATENTS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
+LATENTS |= {"num_key_value_heads": 4, "num_hidden_layers": 3, "tie_word_embeddings": False}
+"""The latents of all DeepSeek models: vLLM's kernel for CPUs knows no other."""
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512}
+YARN |= {"beta_fast": 32, "beta_slow": 1}
+"""Without it vLLM's package for CPUs rotates wrongly by itself: its kernel takes the keys for one piece of memory."""
+
+
+def _write_latents(folder: Path, like: str) -> None:
+    """Three dense layers with latent attention and YaRN, as in DeepSeek-V2-Lite."""
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    config = DeepseekV2Config(
+        **(_sizes(like) | LATENTS),
+        first_k_dense_replace=3,
+        q_lora_rank=None,
+        rope_parameters=YARN | {"mscale": 0.707, "mscale_all_dim": 0.5},
+    )
+    _write(DeepseekV2ForCausalLM, config, folder, like)
+
+
+def _write_latents_and_experts(folder: Path, like: str) -> None:
+    """Three layers with latent attention and compressed queries, two of them with experts, as in DeepSeek-V3."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    config = DeepseekV3Config(
+        **(_sizes(like) | LATENTS),
+        first_k_dense_replace=1,
+        q_lora_rank=64,
+        topk_method="noaux_tc",  # what vLLM reads, and the files of DeepSeek-V3 say
+        scoring_func="sigmoid",
+        n_routed_experts=4,
+        n_group=2,
+        topk_group=1,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        moe_intermediate_size=64,
+        rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    )
+    _write(DeepseekV3ForCausalLM, config, folder, like)
 
 
 def _sizes(like: str) -> dict[str, Any]:

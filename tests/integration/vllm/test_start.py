@@ -55,7 +55,7 @@ class FullAttentionSpec(SimpleNamespace):
 
 
 class MLAAttentionSpec(SimpleNamespace):
-    """Another kind."""
+    """Latents."""
 
 
 class MambaSpec(SimpleNamespace):
@@ -122,6 +122,36 @@ def test_a_plain_engine_is_served(ranks):
     assert why_not(*engine(parallel_config__tensor_parallel_size=ranks)) is None
 
 
+DEEPSEEK = {"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64, "max_position_embeddings": 4096}
+
+
+def latent_engine(attention=None, cache_dtype="auto", **config):
+    made, caches = engine(attention=attention or MLAAttentionSpec(), cache_config__cache_dtype=cache_dtype)
+    made.model_config.hf_text_config.to_dict = lambda: DEEPSEEK | config
+    return made, caches
+
+
+@pytest.mark.usefixtures("known_sources")
+@pytest.mark.parametrize("scaling", ["yarn", "deepseek_yarn", "deepseek_llama_scaling"])
+def test_an_engine_with_latent_attention_is_served_whatever_vllm_calls_its_scaling(scaling):
+    yarn = {"rope_type": scaling, "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 4096}
+    assert why_not(*latent_engine(rope_parameters=yarn)) is None
+
+
+@pytest.mark.usefixtures("known_sources")
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (latent_engine(attention=FullAttentionSpec()), "does not keep as such"),  # multiplied out (MLA is off)
+        (latent_engine(model_type="minicpm3"), "'minicpm3'"),
+        (latent_engine(cache_dtype="fp8_ds_mla"), "fp8_ds_mla"),
+        (latent_engine(cache_dtype="fp8"), "fp8"),
+    ],
+)
+def test_of_latent_attention_only_plain_latents_of_known_models_are_served(made, words):
+    assert words in why_not(*made)
+
+
 @pytest.mark.usefixtures("known_sources")
 @pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "suffix", "medusa", "draft_model", "eagle", "eagle3", "mtp"])
 @pytest.mark.parametrize("spec", [FullAttentionSpec(), OfTwoSizes(FullAttentionSpec())])
@@ -155,7 +185,10 @@ def test_an_engine_that_speculates_is_served(method, spec):
         ({"attention": MambaSpec()}, "never served"),
         ({"attention": OfTwoSizes(MambaSpec())}, "never served"),
         ({"cache_config__cache_dtype": "fp8"}, "fp8"),
-        ({"attention": MLAAttentionSpec()}, "full attention"),
+        ({"attention": MLAAttentionSpec()}, "does not say of what size"),
+        ({"attention": MLAAttentionSpec(state_content_bytes=656)}, "full attention"),
+        ({"attention": MLAAttentionSpec(sliding_window=512)}, "full attention"),
+        ({"model_config__hf_text_config__index_topk": 2048}, "index_topk"),
         ({"attention": FullAttentionSpec(sliding_window=512)}, "full attention"),
     ],
 )

@@ -24,7 +24,7 @@ from semblend.materialize.gate.observers import add_attention  # noqa: E402
 from semblend.materialize.kv import attention_kernels  # noqa: E402
 from semblend.materialize.kv.attention_kernels import Attended, scattered_attention  # noqa: E402
 from semblend.materialize.kv.kernels import gather_rows, splice_moves  # noqa: E402
-from semblend.materialize.kv.layout import KvLayout  # noqa: E402
+from semblend.materialize.kv.layout import KvLayout, LatentLayout  # noqa: E402
 from semblend.materialize.kv.moves import (  # noqa: E402
     DonorTensors,
     Move,
@@ -65,8 +65,8 @@ def pool(kind: str, layers: int, slots: int, heads: int, d: int, dtype: torch.dt
 KINDS = ["ours", "vllm keys first", "vllm side by side", "vllm heads outside", "sglang"]
 
 
-def rope_of(style: str, d: int, rotary: int) -> RopeSpec:
-    return RopeSpec(d, rotary, style, tuple(1e4 ** (-i / rotary) for i in range(0, rotary, 2)))
+def rope_of(style: str, d: int, rotary: int, start: int = 0) -> RopeSpec:
+    return RopeSpec(d, rotary, style, tuple(1e4 ** (-i / rotary) for i in range(0, rotary, 2)), rotary_start=start)
 
 
 def donor(layers: int, tokens: int, heads: int, d: int, dtype: torch.dtype, seed: int) -> DonorTensors:
@@ -139,6 +139,39 @@ def test_splice_handles_partial_rotation_and_sizes_that_are_no_powers_of_two(hea
     held = donor(1, 30, heads, d, torch.float32, 3)
     moves = [Move(held, 2, 28, torch.arange(5, 33), 200_000)]
     assert_same_splice(moves, "ours", 1, 40, heads, rope_of(style, d, rotary))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("heads", "d", "rotary", "start"), [(1, 36, 8, 28), (2, 12, 4, 3), (1, 288, 64, 224)])
+@pytest.mark.parametrize("style", ["half", "interleaved"])
+def test_splice_rotates_dimensions_that_are_not_the_first(heads, d, rotary, start, style, packed):
+    held = (packed_donor if packed else donor)(1, 30, heads, d, torch.float32, 3)
+    moves = [Move(held, 2, 28, torch.arange(5, 33), 200_000)]
+    rope = rope_of(style, d, rotary, start)
+    expected, got = (pool("ours", 1, 40, heads, d, torch.float32) for _ in range(2))
+    splice_plain(moves, expected, rope)
+    splice_moves([stage_on_device(move, got.device) for move in moves], got, rope)
+    for want, have in zip((*expected.k, *expected.v), (*got.k, *got.v), strict=True):
+        torch.testing.assert_close(have, want, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_halves_of_latents_are_spliced_and_gathered_where_they_lie(dtype):
+    caches = [torch.full((12, 4, 1, 48), 77.0, dtype=dtype, device=DEVICE) for _ in range(2)]
+    layout = LatentLayout(tuple(c[..., 24:] for c in caches), tuple(c[..., :24] for c in caches))
+    held, rope = donor(2, 30, 1, 24, dtype, 3), rope_of("interleaved", 24, 16, 8)
+    where = torch.randperm(48, generator=torch.Generator().manual_seed(5))[:28]
+    splice_moves([stage_on_device(Move(held, 2, 28, where, -9), layout.device)], layout, rope)
+    k, v = (torch.empty(2, 28, 1, 24, dtype=dtype, device=DEVICE) for _ in range(2))
+    gather_rows(layout, where.to(DEVICE), k, v)
+    tolerance = 2e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
+    torch.testing.assert_close(k, rope.relocate(held.k[:, 2:], -9), rtol=tolerance, atol=tolerance)
+    assert torch.equal(v, held.v[:, 2:])
+    whole = torch.cat((v, k), dim=-1)
+    for layer, cache in enumerate(caches):
+        assert torch.equal(layout.keys(layer, where.to(DEVICE)), whole[layer])
+        assert torch.equal(cache.flatten(0, 2)[where], whole[layer, :, 0])
+        assert int((cache == 77.0).all(-1).sum()) == 48 - 28
 
 
 def test_splice_reads_donors_that_lie_strangely_in_memory():

@@ -16,6 +16,7 @@ from hypothesis import strategies as st  # noqa: E402
 from semblend.errors import InputError  # noqa: E402
 from semblend.materialize.kv.rope import (  # noqa: E402
     FAMILIES,
+    LATENT_FAMILIES,
     RopeSpec,
     read_for_text,
     refusal,
@@ -208,6 +209,83 @@ def test_a_part_of_a_head_is_named_in_dimensions_or_as_a_factor_which_counts():
     assert RopeSpec.from_hf_config(config | {"rope_parameters": {"partial_rotary_factor": 0.25}}).rotary_dim == 8
 
 
+LATENTS = TINY | {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 8, "v_head_dim": 16}
+LATENTS |= {"q_lora_rank": 24, "num_key_value_heads": 4, "n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1}
+LATENTS |= {"topk_group": 1, "moe_intermediate_size": 16, "n_shared_experts": 1, "first_k_dense_replace": 1}
+DEEPSEEK_YARN = {"rope_type": "yarn", "rope_theta": 1e4} | YARN | {"beta_fast": 32, "beta_slow": 1}
+LATENT_SCALINGS = {
+    "default": {"rope_type": "default", "rope_theta": 1e4},
+    "V2-Lite": DEEPSEEK_YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    "V3": DEEPSEEK_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    "unlike": DEEPSEEK_YARN | {"mscale": 1.0, "mscale_all_dim": 0.5},
+}
+
+
+def vectors_at(layer: Any, hidden: Any, start: int, rotary: Any, style: str) -> Any:
+    """What an engine caches of a layer's input, by the layer's own weights: latents, and behind them rotated keys."""
+    from transformers.models.deepseek_v2 import modeling_deepseek_v2 as v2
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
+
+    positions = torch.arange(start, start + hidden.shape[1])[None]
+    latent, key = layer.kv_a_proj_with_mqa(hidden).split([32, 16], dim=-1)
+    key = key[:, None]
+    if style == "v2":  # it rotates neighbours as complex numbers
+        _, turned = v2.apply_rotary_emb(key, key, rotary(hidden, positions))
+    else:  # it puts the first of all pairs in front, and rotates halves
+        _, halves = v3.apply_rotary_pos_emb_interleave(key, key, *rotary(hidden, positions))
+        turned = torch.stack(halves.chunk(2, dim=-1), dim=-1).flatten(-2)
+    return torch.cat((layer.kv_a_layernorm(latent), turned[:, 0]), dim=-1)[0, :, None]
+
+
+@pytest.mark.parametrize("family", sorted(LATENT_FAMILIES))
+@pytest.mark.parametrize("scaling", LATENT_SCALINGS)
+@pytest.mark.filterwarnings("ignore")
+def test_half_a_vector_of_latent_attention_relocates_as_its_model_computes(family, scaling):
+    transformers = pytest.importorskip("transformers", reason="the models to compare with")
+    fields = copy.deepcopy(LATENTS) | {"rope_parameters": dict(LATENT_SCALINGS[scaling])}
+    same_classes = {"kimi_k2": "deepseek_v3"}.get(family, family)
+    config = transformers.AutoConfig.for_model(same_classes, **fields)
+    config.model_type, style = family, "v2" if family == "deepseek_v2" else "v3"
+    torch.manual_seed(7)
+    kind = transformers.AutoConfig.for_model(same_classes).__class__
+    model = transformers.AutoModelForCausalLM._model_mapping[kind](config).eval().float()
+    layer, rotary = model.model.layers[0].self_attn, model.model.rotary_emb
+    layer.kv_a_layernorm.weight.data.uniform_(0.3, 2.0)
+    assert refusal(config.to_dict(), latents=True) is None
+    rope = RopeSpec.from_hf_config(config.to_dict())
+    assert (rope.head_dim, rope.rotary_start, rope.rotary_dim, rope.style) == (24, 8, 16, "interleaved")
+    assert rope.attention_factor == pytest.approx(rotary.attention_scaling, rel=1e-9)
+    hidden = torch.randn(1, 24, 64, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        before, after = (vectors_at(layer, hidden, start, rotary, style) for start in (300, 17))
+    (v, k), (v_there, k_there) = (whole.chunk(2, dim=-1) for whole in (before, after))
+    assert torch.equal(v, v_there), "the first half knows no position"
+    moved = rope.relocate(k, -283)
+    assert torch.equal(moved[..., :8], k_there[..., :8]), "nor does what is latent in the second"
+    assert (moved - k_there).abs().max() < 1e-4
+    assert (k - k_there).abs().max() > 1e-2, "the positions made no difference: this test could not fail"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"index_topk": 2048}, "index_topk"),
+        ({"qk_rope_head_dim": 0}, "cannot be cut in two"),
+        ({"kv_lora_rank": 8}, "cannot be cut in two"),
+        ({"kv_lora_rank": 34}, "cannot be cut in two"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear' is not known for latent"),
+        ({"rope_scaling": {"type": "longrope"}}, "longrope"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"model_type": "longcat_flash"}, "'longcat_flash'"),
+        ({"model_type": "llama"}, "'llama'"),
+    ],
+)
+def test_latent_attention_that_is_not_known_is_refused(changes, words):
+    config = LATENTS | {"model_type": "deepseek_v3"}
+    assert refusal(config, latents=True) is None
+    assert words in (refusal(config | changes, latents=True) or "")
+
+
 def test_old_and_new_ways_to_write_a_config_mean_the_same():
     old = TINY | {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
     new = TINY | {"model_type": "llama"}
@@ -228,14 +306,15 @@ def test_dynamic_keys_move_only_between_prompts_of_equal_frequencies():
 def specs() -> st.SearchStrategy[RopeSpec]:
     @st.composite
     def build(draw: Any) -> RopeSpec:
-        pairs = draw(st.integers(1, 24))
+        pairs, start = draw(st.integers(1, 24)), draw(st.sampled_from([0, 2, 5]))
         theta = draw(st.floats(100.0, 5e6))
         return RopeSpec(
-            head_dim=2 * pairs + draw(st.sampled_from([0, 2, 7, 16])),
+            head_dim=start + 2 * pairs + draw(st.sampled_from([0, 2, 7, 16])),
             rotary_dim=2 * pairs,
             style=draw(st.sampled_from(["half", "interleaved"])),
             inv_freq=tuple(theta ** (-i / pairs) for i in range(pairs)),
             attention_factor=draw(st.sampled_from([1.0, 1.3])),
+            rotary_start=start,
         )
 
     return build()
@@ -262,7 +341,8 @@ def test_a_move_keeps_the_norm_and_the_dimensions_that_are_not_rotated(rope, shi
     k = random_keys(rope, seed)
     moved = rope.relocate(k, shift)
     torch.testing.assert_close(moved.norm(dim=-1), k.norm(dim=-1), rtol=1e-6, atol=1e-6)
-    assert torch.equal(moved[..., rope.rotary_dim :], k[..., rope.rotary_dim :])
+    for rest in (slice(rope.rotated.start), slice(rope.rotated.stop, None)):
+        assert torch.equal(moved[..., rest], k[..., rest])
 
 
 @settings(max_examples=30)

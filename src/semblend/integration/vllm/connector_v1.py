@@ -325,6 +325,7 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
         made: WorkerConnector | None = None
         try:
             model = StockModel(find_runner_of_caller(), config, caches, kv_caches, self._quiet)
+            model.check()
             made = make_worker_connector(model, self._settings, config)
         except Exception as error:
             log.warning(

@@ -14,6 +14,7 @@ from typing import Any
 from semblend.integration.versions import VLLM
 from semblend.integration.vllm.plugin import CONNECTOR
 from semblend.integration.vllm.source_check import missing, missing_for_offloading
+from semblend.integration.vllm.worker.latents import keeps_latents
 from semblend.integration.vllm.worker.model_access import read_rope_config
 from semblend.materialize.kv.rope import refusal as rope_refusal
 
@@ -33,8 +34,8 @@ what images add to its layers is set aside meanwhile. Others may keep more in th
 DRAFTS = frozenset("ngram ngram_gpu suffix medusa mlp_speculator draft_model eagle eagle3 mtp".split())  # noqa: SIM905
 NEVER_RECURRENT = (
     "some layers keep a recurrent state (Mamba, linear attention) in place of KV: it sums up all tokens in front of it "
-    "and cannot be moved to another place, so such models are never served; `semblend estimate`, `semblend arrange` and "
-    "the router still help"
+    "and cannot be moved to another place, so such models are never served; `semblend estimate`, `semblend arrange` "
+    "and the router still help"
 )
 MOVABLE_TYPES = ("auto", "float32", "float16", "bfloat16", "half")
 
@@ -63,7 +64,9 @@ def refusal(vllm_config: Any, kv_cache_config: Any, version: str, package: Path)
             kv_cache_config.kv_cache_groups,
             drafts=vllm_config.speculative_config is not None,
         ),
-        lambda: rope_refusal(read_rope_config(vllm_config)),
+        lambda: rope_refusal(
+            read_rope_config(vllm_config), latents=keeps_latents(kv_cache_config.kv_cache_groups[0].kv_cache_spec)
+        ),
     )
     return next((why for check in checks if (why := check())), None)
 
@@ -188,6 +191,8 @@ def _refuse_model(model: Any) -> str | None:
         return f"how {model.architecture}, a class for images or sound, computes text while they are there is not known"
     if getattr(model, "enable_sleep_mode", False) or getattr(model, "enable_cumem_allocator", False):
         return "sleep mode takes away what was allocated beside the KV cache, donors and recorded passes too"
+    if getattr(model.hf_text_config, "index_topk", None):
+        return "sparse attention chooses tokens by an indexer's keys (index_topk), which lie beside the KV of donors"
     if getattr(model.hf_text_config, "num_kv_shared_layers", 0):
         return "layers share the KV of other layers, and a donor would hold it twice or not at all"
     return None
@@ -218,4 +223,4 @@ def _full_attention(spec: Any, *, drafts: bool = False) -> bool:
     if drafts and (layers := getattr(spec, "kv_cache_specs", None)):  # a draft's layers may be of another size
         return all(map(_full_attention, layers.values()))
     windowed = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
-    return type(spec).__name__ == "FullAttentionSpec" and not windowed
+    return (type(spec).__name__ == "FullAttentionSpec" or keeps_latents(spec)) and not windowed

@@ -78,7 +78,7 @@ class AttentionMass(Observer):
     @torch.inference_mode()
     def _add(self, q: Tensor, layers: Sequence[int], rows: Rows, layout: Layout) -> None:
         mass, context = self._start_pass(rows, q.device), rows.context[: rows.reach]
-        views = layout.views
+        views = layout.views if q.shape[-1] == layout.head_dim else None  # else the queries are of whole latents
         if q.device.type == "cuda" and has_triton() and views is not None and len(layers) == layout.layers:
             from semblend.materialize.kv.attention_kernels import measure_question_mass
 
@@ -270,12 +270,12 @@ class Canary(Observer):
     records: ClassVar[bool] = True
 
     def __init__(self, rope: RopeSpec) -> None:
-        self.style, self.rotary_dim = rope.style, rope.rotary_dim
+        self._rope = rope
         self.found = torch.empty(0)
 
     def before_write(self, layer: int, k: Tensor, v: Tensor, rows: Rows, layout: Layout) -> None:
         held_k, held_v = (part.float() for part in layout.gather(layer, rows.slots))
-        pairs = (_pairs(part, self.style, self.rotary_dim) for part in (k.float(), held_k))
+        pairs = (_pairs(part, self._rope) for part in (k.float(), held_k))
         self.found = torch.maximum(_pair_error(*pairs), _error(v.float(), held_v))
         raise StopPass
 
@@ -400,11 +400,11 @@ def canary_positions(starts: Tensor, ends: Tensor, *, seed: int = 0) -> Tensor:
     return torch.from_numpy(np.unique(np.concatenate(chosen)))
 
 
-def _pairs(x: Tensor, style: str, rotary_dim: int) -> Tensor:
+def _pairs(x: Tensor, rope: RopeSpec) -> Tensor:
     """``[n, heads, head_dim] -> [n, heads, pairs, 2]``: the dimensions that rotate together."""
-    turned, rest = x[..., :rotary_dim], x[..., rotary_dim:]
-    lead = x.shape[:-1]
-    paired = turned.reshape(*lead, 2, -1).transpose(-1, -2) if style == "half" else turned.reshape(*lead, -1, 2)
+    turned, lead = x[..., rope.rotated], x.shape[:-1]
+    rest = torch.cat((x[..., : rope.rotated.start], x[..., rope.rotated.stop :]), dim=-1)
+    paired = turned.reshape(*lead, 2, -1).transpose(-1, -2) if rope.style == "half" else turned.reshape(*lead, -1, 2)
     return torch.cat((paired, rest.reshape(*lead, -1, 2)), dim=-2)
 
 

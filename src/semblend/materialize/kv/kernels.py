@@ -61,6 +61,7 @@ def _splice_kernel(  # type: ignore[no-untyped-def]
     V_BY_DIM: tl.constexpr,  # noqa: N803
     HEADS: tl.constexpr,  # noqa: N803
     HEAD_DIM: tl.constexpr,  # noqa: N803
+    START: tl.constexpr,  # noqa: N803
     HALF: tl.constexpr,  # noqa: N803
     INTERLEAVED: tl.constexpr,  # noqa: N803
     BLOCK_TOKENS: tl.constexpr,  # noqa: N803
@@ -108,8 +109,8 @@ def _splice_kernel(  # type: ignore[no-untyped-def]
 
     pair = tl.arange(0, PAIRS)
     turned = live[:, None] & (pair < HALF)[None, :]
-    one = (2 * pair if INTERLEAVED else pair)[None, :]
-    two = (2 * pair + 1 if INTERLEAVED else pair + HALF)[None, :]
+    one = START + (2 * pair if INTERLEAVED else pair)[None, :]
+    two = START + (2 * pair + 1 if INTERLEAVED else pair + HALF)[None, :]
     k_one = _read(source, k_start + reads + one, turned, k_scales, k_at + one * K_BY_DIM, PACKED)
     k_two = _read(source, k_start + reads + two, turned, k_scales, k_at + two * K_BY_DIM, PACKED)
     c = tl.load(cos + move * HALF + pair, mask=pair < HALF, other=1.0)[None, :]
@@ -122,8 +123,9 @@ def _splice_kernel(  # type: ignore[no-untyped-def]
     new_two = tl.where(stays, k_two, moved_two).to(target.dtype.element_ty)
     tl.store(target + k_target + writes + one, new_one, mask=turned)
     tl.store(target + k_target + writes + two, new_two, mask=turned)
-    if RESTS > 0:  # partial rotary: the dimensions after the rotated ones
-        rest = 2 * HALF + tl.arange(0, RESTS)[None, :]
+    if RESTS > 0:  # partial rotary: the dimensions before and after the rotated ones
+        rest = tl.arange(0, RESTS)[None, :]
+        rest = tl.where(rest < START, rest, rest + 2 * HALF)
         kept = live[:, None] & (rest < HEAD_DIM)
         k_rest = _read(source, k_start + reads + rest, kept, k_scales, k_at + rest * K_BY_DIM, PACKED)
         tl.store(target + k_target + writes + rest, k_rest.to(target.dtype.element_ty), mask=kept)
@@ -164,6 +166,7 @@ def splice_moves(moves: Sequence[Move], layout: KvLayout, rope: RopeSpec) -> Non
         V_BY_DIM=int(SCALES["v"].by_dimension),
         HEADS=heads,
         HEAD_DIM=layout.head_dim,
+        START=rope.rotary_start,
         HALF=half,
         INTERLEAVED=rope.style == "interleaved",
         BLOCK_TOKENS=layout.block_tokens,

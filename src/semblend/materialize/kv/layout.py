@@ -52,7 +52,9 @@ class Layout(Protocol):
     def views(self) -> KvLayout | None:
         """The same cache as strided views that our kernels can read and write; None where only its owner can."""
 
-    def keys(self, layer: int, slots: Tensor) -> Tensor: ...
+    def keys(self, layer: int, slots: Tensor) -> Tensor:
+        """What queries meet: the keys, or the whole vectors where there are latents (`LatentLayout`)."""
+
     def gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]: ...
     def scatter(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None: ...
 
@@ -163,6 +165,18 @@ class KvLayout:
             f"KvLayout(layers={self.layers}, slots={self.slots}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, "
             f"block_tokens={self.block_tokens}, {self.dtype} on {self.device})"
         )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LatentLayout(KvLayout):
+    """Latents (MLA): a token has one vector; ``v`` is its first half, and ``k`` the second, whose end is rotated.
+
+    Donors hold the halves as they hold keys and values. Queries of such a model are as wide as both of them.
+    """
+
+    def keys(self, layer: int, slots: Tensor) -> Tensor:
+        """What queries meet: the whole vectors in ``slots``, ``[n, 1, 2 * head_dim]``."""
+        return torch.cat((_read(self.v[layer], slots), _read(self.k[layer], slots)), dim=-1)
 
 
 def _read(pages: Tensor, slots: Tensor) -> Tensor:

@@ -59,6 +59,12 @@ FAMILIES: dict[str, RopeFamily] = {
     **dict.fromkeys(("gptj", "codegen", "glm4v_text"), RopeFamily("interleaved")),
 }
 
+# Latent attention (MLA): a token has one vector, a latent that knows no position and behind it a rotated part. It is
+# cut in the middle: the halves are kept and moved as any key and value are, and the end of the second half, which takes
+# the place of the key, is rotated. The table's models have no scaling or YaRN; engines cache the pairs interleaved,
+# whatever transformers does within its attention.
+LATENT_FAMILIES = dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite"), RopeFamily("interleaved"))
+
 # What each kind of scaling reads. A parameter outside this list changes angles in a way we do not know.
 _COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 _READ: dict[str, set[str]] = {
@@ -84,7 +90,7 @@ _PLAIN_KV = {"auto", "none", "float32", "float16", "bfloat16", "float", "half", 
 
 def family_of(config: Config) -> RopeFamily:
     """The table's row for this model; an unlisted model is read as half-split (``refusal`` is the one that says no)."""
-    return FAMILIES.get(str(config.get("model_type", "")), RopeFamily())
+    return (FAMILIES | LATENT_FAMILIES).get(str(config.get("model_type", "")), RopeFamily())
 
 
 def rope_parameters(config: Config) -> dict[str, Any]:
@@ -123,7 +129,9 @@ def read_for_text(config: Config) -> Config:
 
 
 def head_dim(config: Config) -> int:
-    """Dimensions of one key head."""
+    """Dimensions of one key head; of half a token's vector where there are latents."""
+    if config.get("kv_lora_rank"):
+        return (int(config["kv_lora_rank"]) + rotary_dim(config)) // 2
     given = config.get("head_dim")
     if not given:
         hidden = config.get("hidden_size") or config.get("n_embd")
@@ -135,7 +143,9 @@ def head_dim(config: Config) -> int:
 
 
 def rotary_dim(config: Config) -> int:
-    """How many leading dimensions of a head are rotated."""
+    """How many dimensions of a head are rotated: the leading ones, the last ones behind a latent."""
+    if config.get("kv_lora_rank"):
+        return int(_number(config, "qk_rope_head_dim"))
     size = head_dim(config)
     in_dimensions = config.get("model_type") in ("gptj", "codegen", "minimax_m2")
     if "partial_rotary_factor" in (config.get("rope_parameters") or {}):
@@ -239,18 +249,35 @@ def _number(source: Config, name: str, default: float | None = None) -> float:
     return float(value)
 
 
-def refusal(config: Config) -> str | None:
+def refusal(config: Config, latents: bool = False) -> str | None:
     """Why keys of this model cannot be moved to other positions, in one sentence; None when they can.
 
+    ``latents``: the engine caches the latents of a model with latent attention, and its adapter moves them.
+
     >>> refusal({"model_type": "deepseek_v3", "kv_lora_rank": 512})
-    'The model caches compressed latents (MLA, kv_lora_rank), not rotated keys.'
+    'The model attends to latents (MLA, kv_lora_rank), which this engine or adapter does not keep as such.'
     """
+    if config.get("kv_lora_rank") and not latents:
+        return "The model attends to latents (MLA, kv_lora_rank), which this engine or adapter does not keep as such."
+    if latents and not config.get("kv_lora_rank"):
+        return "The engine caches latents, and the model's configuration does not say of what size (kv_lora_rank)."
     return next((reason for check in _CHECKS if (reason := check(config))), None)
 
 
-def _refuse_compressed(config: Config) -> str | None:
-    if config.get("kv_lora_rank"):
-        return "The model caches compressed latents (MLA, kv_lora_rank), not rotated keys."
+def _refuse_latents(config: Config) -> str | None:
+    """What is not known of a model with latent attention."""
+    rank = config.get("kv_lora_rank")
+    if not rank:
+        return None
+    if config.get("index_topk"):
+        return "The model chooses which tokens it attends to (index_topk) by keys that no donor holds."
+    rotated, parameters = config.get("qk_rope_head_dim"), rope_parameters(config)
+    if not rotated or rank < rotated or (rank + rotated) % 4 or rotated % 2:
+        return f"A latent of {rank} and {rotated} rotated dimensions cannot be cut in two."
+    if parameters["rope_type"] not in ("default", "yarn") and parameters["rope_type"] in _READ:
+        return f"The rotary scaling {parameters['rope_type']!r} is not known for latent attention."
+    if parameters["partial_rotary_factor"] != 1:
+        return "Only a part of the rotated dimensions behind the latent is rotated (partial_rotary_factor)."
     return None
 
 
@@ -337,7 +364,7 @@ def _scaling(config: Config) -> str | None:
 
 def _refuse_unknown_family(config: Config) -> str | None:
     kind = str(config.get("model_type", ""))
-    if kind not in FAMILIES:
+    if kind not in (LATENT_FAMILIES if config.get("kv_lora_rank") else FAMILIES):
         return f"How model type {kind!r} rotates its keys is not known."
     return None
 
@@ -351,7 +378,7 @@ def _unreadable(config: Config) -> str | None:
 
 
 _CHECKS: tuple[Callable[[Config], str | None], ...] = (
-    _refuse_compressed,
+    _refuse_latents,
     _other_positions,
     _several_axes,
     _layers_differ,
@@ -369,7 +396,7 @@ class RopeSpec:
 
     ``attention_factor`` multiplies rotated queries and keys when they are computed (YaRN). A cached key has it
     already, so ``relocate`` leaves it alone. ``dynamic`` says that the frequencies depend on the prompt's length: then
-    keys may move only between prompts of equal ``inv_freq``.
+    keys may move only between prompts of equal ``inv_freq``. ``rotary_start``: the first dimension that rotates.
 
     >>> RopeSpec.plain(head_dim=4, theta=10_000.0).inv_freq
     (1.0, 0.01)
@@ -381,16 +408,22 @@ class RopeSpec:
     inv_freq: tuple[float, ...]
     attention_factor: float = 1.0
     dynamic: bool = False
+    rotary_start: int = 0
 
     def __post_init__(self) -> None:
         if self.style not in ("half", "interleaved"):
             raise InputError(f"rotary style {self.style!r} is not known", hint="use 'half' or 'interleaved'")
-        if not 2 <= self.rotary_dim <= self.head_dim or self.rotary_dim != 2 * len(self.inv_freq):
+        if not 2 <= self.rotary_dim <= self.head_dim - self.rotary_start or self.rotary_dim != 2 * len(self.inv_freq):
             raise InputError(
                 f"{len(self.inv_freq)} frequencies, {self.rotary_dim} rotary dimensions and head size {self.head_dim} "
                 "do not fit together",
                 hint="rotary_dim is twice the number of frequencies and at most head_dim",
             )
+
+    @property
+    def rotated(self) -> slice:
+        """The dimensions of a head that rotate."""
+        return slice(self.rotary_start, self.rotary_start + self.rotary_dim)
 
     @classmethod
     def plain(cls, head_dim: int, theta: float = 10_000.0, style: Style = "half") -> RopeSpec:
@@ -404,13 +437,15 @@ class RopeSpec:
         This says how keys are rotated, not whether they may be moved: that is ``refusal``.
         """
         inv_freq, attention_factor = frequencies(config, seq_len)
+        size, rotated = head_dim(config), rotary_dim(config)
         return cls(
-            head_dim=head_dim(config),
-            rotary_dim=rotary_dim(config),
+            head_dim=size,
+            rotary_dim=rotated,
             style=family_of(config).style,
             inv_freq=inv_freq,
             attention_factor=attention_factor,
             dynamic=rope_parameters(config)["rope_type"] == "dynamic",
+            rotary_start=size - rotated if config.get("kv_lora_rank") else 0,
         )
 
     def cos_sin(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -455,7 +490,8 @@ class RopeSpec:
             return "dynamic frequencies need the donor's own rotation to compare with" if self.dynamic else None
         if donor.inv_freq != self.inv_freq:
             return "donor and target were computed with different rotary frequencies"
-        if (donor.style, donor.head_dim, donor.attention_factor) != (self.style, self.head_dim, self.attention_factor):
+        ways = [(one.style, one.head_dim, one.rotary_start, one.attention_factor) for one in (donor, self)]
+        if ways[0] != ways[1]:
             return "donor and target rotate in different ways"
         return None
 
@@ -471,15 +507,18 @@ class RopeSpec:
 
     def _apply(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         half = self.rotary_dim // 2
-        wide = x[..., : self.rotary_dim].to(torch.promote_types(x.dtype, torch.float32))
+        wide = x[..., self.rotated].to(torch.promote_types(x.dtype, torch.float32))
         if self.style == "half":
             first, second = wide[..., :half], wide[..., half:]
         else:
             first, second = wide[..., 0::2], wide[..., 1::2]
         turned = first * cos - second * sin, second * cos + first * sin
         joined = torch.cat(turned, dim=-1) if self.style == "half" else torch.stack(turned, dim=-1).flatten(-2)
-        rest = x[..., self.rotary_dim :].expand(*joined.shape[:-1], -1)
-        return torch.cat((joined.to(x.dtype), rest), dim=-1)
+        before, after = (
+            x[..., part].expand(*joined.shape[:-1], -1)
+            for part in (slice(self.rotated.start), slice(self.rotated.stop, None))
+        )
+        return torch.cat((before, joined.to(x.dtype), after), dim=-1)
 
 
 @lru_cache(maxsize=64)

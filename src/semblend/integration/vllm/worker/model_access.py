@@ -24,6 +24,13 @@ from torch import Tensor
 from semblend.errors import SemBlendError
 from semblend.integration.vllm.worker.cache_layout import probe_layout
 from semblend.integration.vllm.worker.cuda_graphs import RecordedLooks, RecordedPasses
+from semblend.integration.vllm.worker.latents import (
+    check_latents,
+    choose_latent_runs,
+    keeps_latents,
+    without_graphs,
+    write_halves,
+)
 from semblend.integration.vllm.worker.pass_attention import (
     OURS,
     Attend,
@@ -39,7 +46,7 @@ from semblend.integration.vllm.worker.pass_attention import (
 )
 from semblend.materialize.contract import Capabilities, Layout, Observer, Rows, StopPass
 from semblend.materialize.gate.observers import Canary
-from semblend.materialize.kv.layout import copy_to_device
+from semblend.materialize.kv.layout import KvLayout, LatentLayout, copy_to_device
 from semblend.materialize.kv.rope import RopeSpec, read_for_text
 
 log = logging.getLogger("vllm.semblend")
@@ -126,8 +133,11 @@ class StockModel:
         # A draft's layers lie in the same blocks. The model never runs them, so they are in no pass and no donor.
         self._names = [name for name in group.layer_names if name in caches and id(known.get(name)) in own]
         self._caches = [caches[name] for name in self._names]
-        check_caches(self._names, self._caches, self.layers)
         self._kv_spec = read_layer_spec(group, self._names)
+        self.keeps_latents = keeps_latents(self._kv_spec)
+        if self.keeps_latents:  # as the layers see them, without the one head
+            self._caches = [cache.squeeze(1) if cache.dim() == 4 else cache for cache in self._caches]
+        check_caches(self._names, self._caches, self.layers)
         self._builder: Any = None
         self._recorded: RecordedPasses | None = None
         self._looks: RecordedLooks | None = None
@@ -165,7 +175,8 @@ class StockModel:
     def kv_shape(self) -> tuple[int, int, int, torch.dtype]:
         """Layers, KV heads of this rank, head size and type of the cache; known before its layout is."""
         first = self.layers[0]
-        return len(self._names), int(first.num_kv_heads), int(first.head_size), self._caches[0].dtype
+        size = int(first.head_size) // (2 if self.keeps_latents else 1)  # of a latent it is half the vector
+        return len(self._names), int(first.num_kv_heads), size, self._caches[0].dtype
 
     @property
     def layers(self) -> list[Any]:
@@ -177,12 +188,27 @@ class StockModel:
     def layout(self) -> Layout:
         """Where KV lies. Asked for at the first use: the backend is not ready when a connector is made."""
         self._get_builder()
-        layer = self.layers[0]
+        layer, (_, kv_heads, head_dim, _) = self.layers[0], self.kv_shape
 
         def write(k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> None:
-            layer.impl.do_kv_cache_update(layer, k, v, cache, slots)
+            if self.keeps_latents:
+                write_halves(layer, k, v, cache, slots)
+            else:
+                layer.impl.do_kv_cache_update(layer, k, v, cache, slots)
 
-        return probe_layout(self._caches, self.block_tokens, layer.num_kv_heads, layer.head_size, write)
+        found = probe_layout(self._caches, self.block_tokens, kv_heads, head_dim, write)
+        if not self.keeps_latents:
+            return found
+        if type(found) is not KvLayout:
+            raise SemBlendError("a token's latent does not lie in one piece", hint="report the backend's name")
+        return LatentLayout(found.k, found.v)
+
+    @torch.inference_mode()
+    def check(self) -> None:
+        """Raise where this engine's attention is not what passes of ours need; seen at its start, of latents only."""
+        if self.keeps_latents:
+            assert isinstance(self.layout, LatentLayout)
+            check_latents(self.layers[0], self.layout, self._caches[0], self._make_metadata)
 
     @torch.inference_mode()
     def forward(self, rows: Rows, observer: Observer | None = None) -> Tensor:
@@ -249,7 +275,7 @@ class StockModel:
     def _run_pass(self, rows: Rows, observer: Observer | None, attend: Attend | None) -> Tensor:
         from vllm.forward_context import set_forward_context
 
-        metadata = OURS if attend else self._get_builder().build(0, self._describe(rows), fast_build=True)
+        metadata = OURS if attend else self._make_metadata(rows)
         with (
             self._quiet(),
             replace_attention(self.layers, PassAttention(rows, self.layout, observer, attend)),
@@ -276,16 +302,21 @@ class StockModel:
         if self._builder is None:
             backend = self.layers[0].get_attn_backend()
             make = backend.get_builder_cls()
-            self._builder = make(self._kv_spec, self._names, self._config, self.device)
+            config = without_graphs(self._config) if self.keeps_latents else self._config
+            self._builder = make(self._kv_spec, self._names, config, self.device)
         return self._builder
 
-    def _describe(self, rows: Rows) -> Any:
-        """One pseudo request a run: its queries are the run, its context everything before the run's end."""
+    def _make_metadata(self, rows: Rows) -> Any:
+        """For vLLM's own attention; one pseudo request a run: its queries are the run, and its context all before."""
+        described = self._describe(rows, choose_latent_runs(rows) if self.keeps_latents else rows.runs)
+        return self._get_builder().build(0, described, fast_build=True)
+
+    def _describe(self, rows: Rows, runs: Sequence[tuple[int, int]]) -> Any:
         from vllm.v1.attention.backend import CommonAttentionMetadata
 
-        lengths = torch.tensor([end - start for start, end in rows.runs], dtype=torch.int32)
+        lengths = torch.tensor([end - start for start, end in runs], dtype=torch.int32)
         starts = torch.cat((torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)))
-        ends = torch.tensor([end for _, end in rows.runs], dtype=torch.int32)
+        ends = torch.tensor([end for _, end in runs], dtype=torch.int32)
         blocks = rows.context[:: self.block_tokens] // self.block_tokens
         table = blocks.to(torch.int32).repeat(len(lengths), 1).contiguous()
         return CommonAttentionMetadata(
@@ -329,5 +360,12 @@ def read_layer_spec(group: Any, names: Sequence[str]) -> Any:
 
 
 def read_rope_config(vllm_config: Any) -> Mapping[str, Any]:
-    """The model's configuration as our rotation reads it; requests with images are none of ours."""
-    return read_for_text(vllm_config.model_config.hf_text_config.to_dict())
+    """The model's configuration as our rotation reads it; requests with images are none of ours.
+
+    Of models with latents vLLM renames the scaling: both names stand for YaRN's angles.
+    """
+    found = dict(read_for_text(vllm_config.model_config.hf_text_config.to_dict()))
+    rope = found.get("rope_parameters") or {}
+    if rope.get("rope_type") in ("deepseek_yarn", "deepseek_llama_scaling"):
+        found["rope_parameters"] = {**rope, "rope_type": "yarn"}
+    return found

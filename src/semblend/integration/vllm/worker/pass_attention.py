@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from semblend.integration.vllm.worker.latents import LatentStandIn
 from semblend.materialize.contract import Layout, Observer, Rows
-from semblend.materialize.kv.layout import KvLayout, copy_to_device
+from semblend.materialize.kv.layout import KvLayout, LatentLayout, copy_to_device
 
 # -- Many scattered rows: vLLM's FlashAttention for the keys that whole groups of rows see, our kernel for the others.
 #
@@ -150,7 +151,9 @@ SHORT_RUN = 16
 
 def can_attend(layout: Layout, impl: Any) -> KvLayout | None:
     """The views that our kernel reads, where it runs and computes what ``impl`` does; None elsewhere."""
-    if layout.device.type != "cuda" or impl.alibi_slopes is not None or impl.logits_soft_cap:
+    if layout.device.type != "cuda" or isinstance(layout, LatentLayout):
+        return None
+    if impl.alibi_slopes is not None or impl.logits_soft_cap:
         return None
     return layout.views if getattr(impl, "sinks", None) is None else None
 
@@ -253,6 +256,13 @@ class _StandIn:
         return output.view(asked.shape).copy_(self._pass.attend(self._number, asked))
 
 
+def _make_stand_in(number: int, layer: Any, one_pass: PassAttention) -> Any:
+    if isinstance(one_pass.layout, LatentLayout):  # vLLM attends: somebody looks on, or nothing would be replaced
+        assert one_pass.observer is not None
+        return LatentStandIn(number, layer, one_pass.rows, one_pass.layout, one_pass.observer)
+    return _StandIn(number, layer.impl, one_pass)
+
+
 @contextmanager
 def replace_attention(layers: Sequence[torch.nn.Module], one_pass: PassAttention) -> Iterator[None]:
     """Every layer's ``impl`` is a stand-in until the pass is over, however it ends."""
@@ -262,7 +272,7 @@ def replace_attention(layers: Sequence[torch.nn.Module], one_pass: PassAttention
     kept: list[Any] = [layer.impl for layer in layers]
     try:
         for number, layer in enumerate(layers):
-            layer.impl = _StandIn(number, kept[number], one_pass)  # type: ignore[assignment]
+            layer.impl = _make_stand_in(number, layer, one_pass)
         yield
     finally:
         for layer, impl in zip(layers, kept, strict=True):

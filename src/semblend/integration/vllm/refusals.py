@@ -6,7 +6,7 @@ Each line stands for something that our passes or our copies of KV would get wro
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -46,7 +46,7 @@ def refusal(vllm_config: Any, kv_cache_config: Any, version: str, package: Path)
         lambda: _refuse_features(vllm_config),
         lambda: _refuse_model(vllm_config.model_config),
         lambda: _refuse_cache(vllm_config.cache_config, kv_cache_config.kv_cache_groups),
-        lambda: rope_refusal(read_rope_config(vllm_config)),
+        lambda: rope_refusal(read_rope_config(vllm_config), by_layer=True),
     )
     return next((why for check in checks if (why := check())), None)
 
@@ -163,8 +163,8 @@ def _refuse_model(model: Any) -> str | None:
 def _refuse_cache(cache: Any, groups: Any) -> str | None:
     if getattr(cache, "kv_sharing_fast_prefill", False):
         return "layers share the KV of other layers (kv_sharing_fast_prefill): a prefill leaves them out"
-    if len(groups) != 1 or not _full_attention(groups[0].kv_cache_spec):
-        return "the model does not have one kind of full attention in all layers"
+    if why := _refuse_groups([group.kv_cache_spec for group in groups]):
+        return why
     if str(cache.cache_dtype) not in MOVABLE_TYPES:
         return (
             f"a KV cache of type {cache.cache_dtype} cannot be moved: keys are rotated to other positions, and "
@@ -173,6 +173,18 @@ def _refuse_cache(cache: Any, groups: Any) -> str | None:
     return None
 
 
-def _full_attention(spec: Any) -> bool:
-    windowed = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
-    return type(spec).__name__ == "FullAttentionSpec" and not windowed
+def _refuse_groups(specs: Sequence[Any]) -> str | None:
+    """One list of blocks has to hold the KV of every position in every layer. Through a window layers may attend."""
+    kinds = {type(spec).__name__ for spec in specs}
+    if len(specs) == 1 and kinds == {"FullAttentionSpec"}:
+        if getattr(specs[0], "attention_chunk_size", None):
+            return "some layers attend within chunks, which begin at other tokens where a passage has moved"
+        return None
+    if kinds == {"SlidingWindowSpec"}:
+        return "no layer has full attention: vLLM frees the KV behind the window, whatever its settings"
+    if kinds == {"FullAttentionSpec", "SlidingWindowSpec"}:
+        return (
+            "layers without full attention keep no KV behind their window; with --disable-hybrid-kv-cache-manager "
+            "vLLM keeps it, for more memory a token (docs/guides/vllm.md#models-with-sliding-windows)"
+        )
+    return "the model does not have one kind of full attention in all layers"

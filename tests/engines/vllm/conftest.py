@@ -192,8 +192,8 @@ class World:
         self.watch()
 
 
-def make_world(model: str = MODEL, **connector: Any) -> World:
-    """A new engine, beside those that are there already."""
+def make_world(model: str = MODEL, flags: dict[str, Any] | None = None, **connector: Any) -> World:
+    """A new engine, beside those that are there already; ``flags`` are vLLM's own."""
     from vllm import LLM
     from vllm.config import KVEventsConfig, KVTransferConfig
     from vllm.distributed.kv_transfer import kv_transfer_state
@@ -218,6 +218,7 @@ def make_world(model: str = MODEL, **connector: Any) -> World:
             kv_role="kv_both",
             kv_connector_extra_config={"quality": "fast", "donor_host_bytes": 256 << 20, **connector},
         ),
+        **flags or {},
     )
     # It is the process that has them from now on, and vLLM cannot register them twice.
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)

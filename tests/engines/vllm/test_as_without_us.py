@@ -32,6 +32,7 @@ def test_a_model_with_windows_answers_and_caches_as_without_a_connector(apart, t
     assert max(answer["cached"] for answer in theirs["answers"]) > 0, "the prefix cache was at work"
     assert ours["answers"][-1]["cached"] == 0, "and was reset"
     assert "full attention" in ours["refusal"]
+    assert ("--disable-hybrid-kv-cache-manager" in ours["refusal"]) == (kind == "hybrid"), "what would help is named"
     assert (ours["donors"], ours["records"]) == (0, 0)
     assert ours["log"].count("SemBlend reuses nothing in this engine") == 1
 

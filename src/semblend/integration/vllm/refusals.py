@@ -45,7 +45,7 @@ def refusal(vllm_config: Any, kv_cache_config: Any, version: str, package: Path)
         lambda: _refuse_ranks(vllm_config.parallel_config),
         lambda: _refuse_features(vllm_config),
         lambda: _refuse_model(vllm_config.model_config),
-        lambda: _refuse_cache(vllm_config.cache_config, kv_cache_config.kv_cache_groups),
+        lambda: _refuse_cache(vllm_config, kv_cache_config.kv_cache_groups),
         lambda: rope_refusal(read_rope_config(vllm_config), by_layer=True),
     )
     return next((why for check in checks if (why := check())), None)
@@ -160,10 +160,11 @@ def _refuse_model(model: Any) -> str | None:
     return None
 
 
-def _refuse_cache(cache: Any, groups: Any) -> str | None:
+def _refuse_cache(vllm_config: Any, groups: Any) -> str | None:
+    cache = vllm_config.cache_config
     if getattr(cache, "kv_sharing_fast_prefill", False):
         return "layers share the KV of other layers (kv_sharing_fast_prefill): a prefill leaves them out"
-    if why := _refuse_groups([group.kv_cache_spec for group in groups]):
+    if why := _refuse_groups(vllm_config, groups):
         return why
     if str(cache.cache_dtype) not in MOVABLE_TYPES:
         return (
@@ -173,18 +174,31 @@ def _refuse_cache(cache: Any, groups: Any) -> str | None:
     return None
 
 
-def _refuse_groups(specs: Sequence[Any]) -> str | None:
+def _refuse_groups(vllm_config: Any, groups: Sequence[Any]) -> str | None:
     """One list of blocks has to hold the KV of every position in every layer. Through a window layers may attend."""
-    kinds = {type(spec).__name__ for spec in specs}
-    if len(specs) == 1 and kinds == {"FullAttentionSpec"}:
-        if getattr(specs[0], "attention_chunk_size", None):
+    kinds = {type(group.kv_cache_spec).__name__ for group in groups}
+    if len(groups) == 1 and kinds == {"FullAttentionSpec"}:
+        if getattr(groups[0].kv_cache_spec, "attention_chunk_size", None):
             return "some layers attend within chunks, which begin at other tokens where a passage has moved"
         return None
     if kinds == {"SlidingWindowSpec"}:
         return "no layer has full attention: vLLM frees the KV behind the window, whatever its settings"
     if kinds == {"FullAttentionSpec", "SlidingWindowSpec"}:
+        more, length = _compute_promotion(vllm_config, groups), vllm_config.model_config.max_model_len
         return (
-            "layers without full attention keep no KV behind their window; with --disable-hybrid-kv-cache-manager "
-            "vLLM keeps it, for more memory a token (docs/guides/vllm.md#models-with-sliding-windows)"
+            "layers without full attention keep no KV behind their window; with --disable-hybrid-kv-cache-manager vLLM "
+            f"keeps it: a prompt of {length:,} tokens then holds {more:.1f} times the memory "
+            "(docs/guides/vllm.md#models-with-sliding-windows)"
         )
     return "the model does not have one kind of full attention in all layers"
+
+
+def _compute_promotion(vllm_config: Any, groups: Sequence[Any]) -> float:
+    """How much more KV the longest prompt holds, once it is computed, where no layer frees what is behind its window."""
+    length, kept, whole = vllm_config.model_config.max_model_len, 0, 0
+    for group in groups:
+        spec, window = group.kv_cache_spec, getattr(group.kv_cache_spec, "sliding_window", None) or length
+        block = len(group.layer_names) * spec.page_size_bytes
+        kept += block * -(-min(length, window) // spec.block_size)
+        whole += block * -(-length // spec.block_size)
+    return whole / kept

@@ -76,8 +76,8 @@ class StockModel:
         self.device: torch.device = self._caches[0].device
         self.rope = RopeSpec.from_hf_config(read_rope_config(vllm_config))
         ranks = int(vllm_config.parallel_config.tensor_parallel_size)
-        windowed = frozenset(n for n, layer in enumerate(self.layers) if layer.sliding_window is not None)
-        self.capabilities = Capabilities(ranks=ranks, rank=self.rank if ranks > 1 else None, windowed=windowed)
+        rank = self.rank if ranks > 1 else None
+        self.capabilities = Capabilities(ranks=ranks, rank=rank, windowed=find_windowed(self.layers))
 
     def agree(self, values: Tensor, how: str) -> Tensor:
         """The mean or the largest over the ranks that hold parts of the model."""
@@ -247,14 +247,24 @@ class StockModel:
         )
 
 
-def check_caches(names: Sequence[str], caches: Sequence[Tensor], layers: Sequence[Any]) -> None:
-    """Raise where the caches are not one plain tensor a layer; the scheduler's side cannot see that.
+def find_windowed(layers: Sequence[Any]) -> frozenset[int]:
+    """The layers with a sliding window; raises where layers differ in more than our passes can do.
 
-    A checkpoint may ask for a quantised KV cache on its own, and a model for layers that read other layers' KV. A pass
-    of ours describes its rows once for all layers, so that they need one backend.
+    A pass describes its rows to vLLM's backend once for all layers, and the gate looks at what full layers ask for.
     """
     if len({layer.get_attn_backend() for layer in layers}) > 1:
         raise SemBlendError("the layers attend by several backends", hint="such models run without reuse")
+    windowed = frozenset(number for number, layer in enumerate(layers) if layer.sliding_window is not None)
+    if len(windowed) == len(layers):
+        raise SemBlendError("no layer has full attention", hint="such models run without reuse")
+    return windowed
+
+
+def check_caches(names: Sequence[str], caches: Sequence[Tensor], layers: Sequence[Any]) -> None:
+    """Raise where the caches are not one plain tensor a layer; the scheduler's side cannot see that.
+
+    A checkpoint may ask for a quantised KV cache on its own, and a model for layers that read other layers' KV.
+    """
     for name, cache, layer in zip(names, caches, layers, strict=True):
         if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
             raise SemBlendError(f"{name} shares the KV of another layer", hint="such models run without reuse")

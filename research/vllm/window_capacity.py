@@ -50,7 +50,9 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        config = LlamaConfig(max_position_embeddings=max(LENGTHS), num_hidden_layers=1, architectures=["LlamaForCausalLM"])
+        config = LlamaConfig(
+            max_position_embeddings=max(LENGTHS), num_hidden_layers=1, architectures=["LlamaForCausalLM"]
+        )
         config.save_pretrained(folder)
         print("| model | tokens a request | hybrid, prefilling | hybrid, computed | without | of it |")
         print("|---|--:|--:|--:|--:|--:|")

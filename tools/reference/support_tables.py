@@ -56,11 +56,25 @@ VLLM: tuple[Feature, ...] = (
         f"{_VLLM_ENGINES}/test_tensor_parallel.py",
     ),
     Feature(
-        "hybrid and sliding-window models",
+        "sliding windows beside full attention (Gemma 2 and 3, gpt-oss, Cohere 2, EXAONE 4, Olmo 3), with "
+        "--disable-hybrid-kv-cache-manager",
+        SupportLevel.YES,
+        "vLLM then keeps the KV of every position in every layer. Small models with random weights, in the shapes of "
+        "Gemma 3, Gemma 2, EXAONE 4 and gpt-oss, on a CPU; never run on a GPU, nor with real weights",
+        f"{_VLLM_ENGINES}/test_windows.py",
+    ),
+    Feature(
+        "the same without that flag, models with a window in every layer, and those with recurrent layers",
         SupportLevel.NO,
         "run as without us, with vLLM's hybrid KV manager on: answers and prefix hits of a model with both kinds of "
         "layers are compared with an engine without a connector",
         f"{_VLLM_ENGINES}/test_as_without_us.py",
+    ),
+    Feature(
+        "attention within chunks (Llama 4)",
+        SupportLevel.NO,
+        "which tokens a token sees depends on where its chunk begins, and a passage that moved had another beginning",
+        _VLLM_START,
     ),
     Feature(
         "MLA, Mamba and other caches that are not one key and one value a token",

@@ -92,9 +92,7 @@ def _sizes(like: str) -> dict[str, Any]:
     }
 
 
-def _write(
-    kind: Any, config: Any, folder: Path, like: str, scale: float = 4, **drawn: tuple[float, float]
-) -> None:
+def _write(kind: Any, config: Any, folder: Path, like: str, scale: float = 4, **drawn: tuple[float, float]) -> None:
     """``drawn``: parameters by the end of their name, and the range that their values are drawn from."""
     import torch
     from transformers import AutoTokenizer

@@ -150,7 +150,14 @@ def test_where_layers_differ_only_who_asks_by_layer_may_move_them(family):
 
 
 GLOBAL = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}
-YARN_FULL = {"full_attention": {"rope_type": "yarn", "factor": 8.0, "rope_theta": 5e5}}
+YARN_FULL = {
+    "full_attention": {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "rope_theta": 5e5,
+        "original_max_position_embeddings": 256,
+    }
+}
 LOCAL = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
 
 
@@ -158,7 +165,7 @@ LOCAL = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
     ("family", "parameters"),
     [
         ("gemma3_text", LOCAL | GLOBAL),
-        ("olmo3", LOCAL | YARN_FULL | {"full_attention": YARN_FULL["full_attention"] | {"original_max_position_embeddings": 256}}),
+        ("olmo3", LOCAL | YARN_FULL),
         ("gpt_oss", {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 256, "truncate": False,
                      "beta_fast": 32.0, "beta_slow": 1.0, "rope_theta": 150_000.0}),
         ("exaone4", {"rope_type": "llama3", "rope_theta": 1e6, "factor": 8.0, "low_freq_factor": 1.0,
@@ -397,7 +404,10 @@ def test_a_model_whose_keys_cannot_be_moved_is_refused_with_one_sentence(config,
         (LLAMA | {"rope_local_base_freq": 1e4}, "different frequencies"),
         (TINY | {"model_type": "gemma3_text"}, "of which type"),
         (FOUR | BOTH | {"model_type": "gemma3_text", "rope_parameters": GLOBAL}, "sliding_attention layers"),
-        (FOUR | BOTH | {"model_type": "olmo3", "rope_parameters": LOCAL | {"full_attention": {"rope_type": "su"}}}, "longrope"),
+        (
+            FOUR | BOTH | {"model_type": "olmo3", "rope_parameters": LOCAL | {"full_attention": {"rope_type": "su"}}},
+            "longrope",
+        ),
     ],
 )
 def test_by_layer_too_what_is_not_known_is_refused(config, words):

@@ -121,8 +121,8 @@ class SemBlendPromMetrics(KVConnectorPromMetrics):
 class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
     """Non-prefix KV reuse in stock vLLM; see `semblend.integration.vllm`.
 
-    `SupportsHMA` leaves vLLM's hybrid KV manager on: a model that needs it, we decline, and it runs as without us. Where
-    the user turns the manager off, a model with sliding windows keeps all KV in one list of blocks, and is served.
+    `SupportsHMA` leaves vLLM's hybrid KV manager on: a model that needs it, we decline, and it runs as without us.
+    Where the user turns it off, a model with sliding windows keeps all KV in one list of blocks, and is served.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:

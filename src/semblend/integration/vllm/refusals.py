@@ -194,7 +194,7 @@ def _refuse_groups(vllm_config: Any, groups: Sequence[Any]) -> str | None:
 
 
 def _compute_promotion(vllm_config: Any, groups: Sequence[Any]) -> float:
-    """How much more KV the longest prompt holds, once it is computed, where no layer frees what is behind its window."""
+    """How many times the KV the longest prompt holds, once it is computed, where no layer frees what is behind."""
     length, kept, whole = vllm_config.model_config.max_model_len, 0, 0
     for group in groups:
         spec, window = group.kv_cache_spec, getattr(group.kv_cache_spec, "sliding_window", None) or length

@@ -29,9 +29,10 @@ class AttentionMass(Observer):
     """The attention that the question pays to every position, summed over all layers but those ``beside``.
 
     Those have a sliding window: there the question attends to itself and to what stands right before it, which says
-    nothing about the spans further ahead, and would drown what the full layers say of them. The question is the last unbroken run of computed rows, at most ``most_rows`` of them: what the prompt ends with. It
-    is scored after relocation, so positions are the final ones. Of a pass its queries are kept; the rest is worked out
-    when ``mass`` is asked for, of all layers at once, while their KV is still there. One sequence only.
+    nothing about the spans further ahead, and would drown what the full layers say of them. The question is the last
+    unbroken run of computed rows, at most ``most_rows`` of them: what the prompt ends with. It is scored after
+    relocation, so positions are the final ones. Of a pass its queries are kept; the rest is worked out when ``mass`` is
+    asked for, of all layers at once, while their KV is still there. One sequence only.
     """
 
     after_pass = True

@@ -184,7 +184,8 @@ def attend_scattered(
     def attend(layer: int, q: Tensor) -> Tensor:
         k, v, scale = views.k[layer], views.v[layer], layers[layer].impl.scale
         after = None if _sees_all(layers[layer]) else begin_rows(layers[layer], positions, q)
-        return attention(q, positions, context, k, v, scale, parts=parts, after=after)
+        found: Tensor = attention(q, positions, context, k, v, scale, parts=parts, after=after)
+        return found
 
     return attend
 

@@ -56,17 +56,31 @@ VLLM: tuple[Feature, ...] = (
         f"{_VLLM_ENGINES}/test_tensor_parallel.py",
     ),
     Feature(
-        "hybrid and sliding-window models",
+        "sliding windows beside full attention (Gemma 2 and 3, gpt-oss, Cohere 2, EXAONE 4, Olmo 3), with "
+        "--disable-hybrid-kv-cache-manager",
+        SupportLevel.YES,
+        "vLLM then keeps the KV of every position in every layer. Small models with random weights, in the shapes of "
+        "Gemma 3, Gemma 2, EXAONE 4 and gpt-oss, on a CPU; never run on a GPU, nor with real weights",
+        f"{_VLLM_ENGINES}/test_windows.py",
+    ),
+    Feature(
+        "the same without that flag, models with a window in every layer, and those with recurrent layers",
         SupportLevel.NO,
         "run as without us, with vLLM's hybrid KV manager on: answers and prefix hits of a model with both kinds of "
         "layers are compared with an engine without a connector",
         f"{_VLLM_ENGINES}/test_as_without_us.py",
     ),
     Feature(
+        "attention within chunks (Llama 4)",
+        SupportLevel.NO,
+        "which tokens a token sees depends on where its chunk begins, and a passage that moved had another beginning",
+        _VLLM_START,
+    ),
+    Feature(
         "models with recurrent layers (Mamba, linear attention, short convolutions)",
         SupportLevel.NO,
-        "never: a recurrent state sums up all tokens in front of it and cannot be moved. `semblend estimate`, `semblend "
-        "arrange` and the router still help. Answers, prefix hits and blocks are as without a connector",
+        "never: a recurrent state sums up all tokens in front of it and cannot be moved. `semblend estimate`, "
+        "`semblend arrange` and the router still help. Answers, prefix hits and blocks are as without a connector",
         f"{_VLLM_ENGINES}/test_as_without_us.py",
     ),
     Feature(
@@ -108,16 +122,16 @@ VLLM: tuple[Feature, ...] = (
     Feature(
         "speculative decoding (n-gram, suffix, Medusa, MLP speculators, draft models, EAGLE, MTP)",
         SupportLevel.YES,
-        "the served model checks every guess, so answers are those without speculation. Donors hold no KV of a draft: it "
-        "guesses worse on a prompt that was loaded. n-gram, a draft model, EAGLE, EAGLE 3 and MTP ran on a CPU; suffix "
+        "the served model checks every guess, so answers are those without speculation. Donors hold no KV of a draft: "
+        "it guesses worse on a prompt that was loaded. n-gram, a draft model, EAGLE, EAGLE 3 and MTP ran on a CPU; suffix "
         "needs arctic-inference and was read, as were the others; no GPU and no model runner V2",
         f"{_VLLM_ENGINES}/test_speculation.py",
     ),
     Feature(
         "parallel drafting (DFlash, DSpark, P-EAGLE, PARD), chains of MTP modules, other ways of speculation",
         SupportLevel.NO,
-        "their guesses lie in the prompt's blocks in layouts of their own, or its last tokens are computed again after we "
-        "may have copied them; a draft in a KV cache group of its own is declined too",
+        "their guesses lie in the prompt's blocks in layouts of their own, or its last tokens are computed again after "
+        "we may have copied them; a draft in a KV cache group of its own is declined too",
         _VLLM_START,
     ),
     Feature("pipeline parallel", SupportLevel.NO, "no rank has all layers, and a pass of ours needs them", _VLLM_START),

@@ -106,7 +106,7 @@ VLLM = EngineTable(
             "0.32",
             "all of tests/engines/vllm on a CPU at every change: model runner V1, eager, float32, bfloat16 and "
             "float16; HTTP server with eight clients at once, two ranks, LMCache and another connector beside us, a "
-            "hybrid model, LoRA",
+            "hybrid model, windows beside full attention, LoRA",
         ),
     ),
 )

@@ -179,6 +179,8 @@ class Capabilities:
     ``rank``: which of them this one is, where the engine says so.
     ``native_spans``: the engine computes the gaps between donor spans itself, in the chunks of its own scheduler, where
     ``strict_prefix_boundary`` is off; without it a claim is one prefix-shaped range, and its gaps are computed by us.
+    ``windowed``: layers that attend through a sliding window. Their KV is complete all the same, and a row there sees
+    few of the keys before it: where the question looks, and what another text in front has changed, full layers tell.
     """
 
     scattered_rows: bool = True
@@ -186,6 +188,7 @@ class Capabilities:
     ranks: int = 1
     rank: int | None = None
     native_spans: bool = False
+    windowed: frozenset[int] = frozenset()
 
 
 class Model(Protocol):

@@ -11,6 +11,9 @@ def write(kind: str, folder: Path, like: str) -> Path:
     if not (folder / "config.json").exists():
         writers = {
             "hybrid": _write_hybrid,
+            "soft cap": _write_soft_cap,
+            "sinks": _write_sinks,
+            "no rope": _write_without_rope_in_full_layers,
             "windowed": _write_windowed,
             "recurrent": _write_recurrent,
             "four bits": _write_four_bits,
@@ -122,6 +125,36 @@ def _write_pictures(kind: str, folder: Path, like: str) -> None:
     tokenizer.save_pretrained(folder)
 
 
+BOTH = {"num_hidden_layers": 4, "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2}
+
+
+def _write_soft_cap(folder: Path, like: str) -> None:
+    """As Gemma 2: scores of attention are capped, and all layers rotate alike."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    config = Gemma2Config(**_sizes(like), **BOTH, head_dim=32, query_pre_attn_scalar=32, attn_logit_softcapping=5.0)
+    _write(Gemma2ForCausalLM, config, folder, like)
+
+
+def _write_sinks(folder: Path, like: str) -> None:
+    """As gpt-oss: sinks in every layer, YaRN that is not truncated, experts."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 256, "rope_theta": 150_000.0}
+    yarn |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    sizes = _sizes(like) | BOTH | {"tie_word_embeddings": False}  # vLLM's class has a head of its own
+    config = GptOssConfig(**sizes, head_dim=32, rope_parameters=yarn, num_local_experts=4, num_experts_per_tok=2)
+    _write(GptOssForCausalLM, config, folder, like, scale=3, sinks=(-1.0, 3.0))
+
+
+def _write_without_rope_in_full_layers(folder: Path, like: str) -> None:
+    """As EXAONE 4: what has no window does not rotate."""
+    from transformers import Exaone4Config, Exaone4ForCausalLM
+
+    config = Exaone4Config(**_sizes(like), **BOTH, head_dim=32, sliding_window_pattern=2)
+    _write(Exaone4ForCausalLM, config, folder, like)
+
+
 def _write_windowed(folder: Path, like: str) -> None:
     """Two layers, both with a window of 64 tokens: one kind of KV cache, and not a full one, as in Mistral 7B v0.1."""
     from transformers import MistralConfig, MistralForCausalLM
@@ -203,7 +236,8 @@ def _sizes(like: str) -> dict[str, Any]:
     }
 
 
-def _write(kind: Any, config: Any, folder: Path, like: str) -> None:
+def _write(kind: Any, config: Any, folder: Path, like: str, scale: float = 4, **drawn: tuple[float, float]) -> None:
+    """``drawn``: parameters by the end of their name, and the range that their values are drawn from."""
     import torch
     from transformers import AutoTokenizer
 
@@ -214,7 +248,9 @@ def _write(kind: Any, config: Any, folder: Path, like: str) -> None:
             if "norm" in name:  # a norm of ones would hide one that is left out or comes too late
                 parameter.uniform_(0.5, 1.5)
             elif parameter.dim() > 1:  # large enough that the answer depends on what is attended to
-                parameter.mul_(4)
+                parameter.mul_(scale)
+            if (end := name.rpartition(".")[2]) in drawn:
+                parameter.uniform_(*drawn[end])
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(like).save_pretrained(folder)
 

@@ -36,6 +36,7 @@ def test_a_model_that_we_decline_answers_and_caches_as_without_a_connector(apart
     assert max(answer["cached"] for answer in theirs["answers"]) > 0, "the prefix cache was at work"
     assert ours["answers"][-1]["cached"] == 0, "and was reset"
     assert ("never served" if kind == "recurrent" else "full attention") in ours["refusal"]
+    assert ("--disable-hybrid-kv-cache-manager" in ours["refusal"]) == (kind == "hybrid"), "what would help is named"
     assert {answer["receipt"]["detail"] for answer in ours["answers"]} == {ours["refusal"]}
     assert (ours["donors"], ours["records"]) == (0, 0)
     assert ours["log"].count("SemBlend reuses nothing in this engine") == 1

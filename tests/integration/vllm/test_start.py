@@ -54,6 +54,10 @@ class FullAttentionSpec(SimpleNamespace):
     """Known by its name."""
 
 
+class SlidingWindowSpec(SimpleNamespace):
+    """Of layers that free what is behind their window."""
+
+
 class MLAAttentionSpec(SimpleNamespace):
     """Latents."""
 
@@ -180,7 +184,7 @@ def test_an_engine_that_speculates_is_served(method, spec):
         ({"speculative_config": SimpleNamespace(method="extract_hidden_states")}, "extract_hidden_states"),
         ({"speculative_config": SimpleNamespace(method="custom_class")}, "custom_class"),
         ({"speculative_config": SimpleNamespace(method="mtp", use_multi_module_mtp=lambda: True)}, "chain of MTP"),
-        ({"speculative_config": DRAFT, "attention": OfTwoSizes(FullAttentionSpec(sliding_window=512))}, "its draft"),
+        ({"speculative_config": DRAFT, "attention": OfTwoSizes(SlidingWindowSpec(sliding_window=512))}, "its draft"),
         ({"attention": OfTwoSizes(FullAttentionSpec())}, "full attention"),
         ({"attention": MambaSpec()}, "never served"),
         ({"attention": OfTwoSizes(MambaSpec())}, "never served"),
@@ -189,11 +193,24 @@ def test_an_engine_that_speculates_is_served(method, spec):
         ({"attention": MLAAttentionSpec(state_content_bytes=656)}, "full attention"),
         ({"attention": MLAAttentionSpec(sliding_window=512)}, "full attention"),
         ({"model_config__hf_text_config__index_topk": 2048}, "index_topk"),
-        ({"attention": FullAttentionSpec(sliding_window=512)}, "full attention"),
+        ({"attention": FullAttentionSpec(attention_chunk_size=512)}, "within chunks"),
+        ({"attention": SlidingWindowSpec(sliding_window=512)}, "no layer has full attention"),
     ],
 )
 def test_an_engine_that_we_cannot_serve_is_told_why(changes, words):
     assert words in why_not(*engine(**changes))
+
+
+@pytest.mark.usefixtures("known_sources")
+def test_layers_with_a_window_are_served_where_vllm_keeps_their_kv_and_else_the_flag_and_its_price_are_named():
+    assert why_not(*engine(attention=FullAttentionSpec(sliding_window=512))) is None
+    config, caches = engine(model_config__max_model_len=4096)
+    sizes = {"block_size": 16, "page_size_bytes": 1000}
+    full, windowed = FullAttentionSpec(**sizes, sliding_window=None), SlidingWindowSpec(**sizes, sliding_window=1024)
+    caches.kv_cache_groups = [SimpleNamespace(layer_names=["a", "b"], kv_cache_spec=spec) for spec in (full, windowed)]
+    why = why_not(config, caches)
+    assert "--disable-hybrid-kv-cache-manager" in why
+    assert "a prompt of 4,096 tokens then holds 1.6 times the memory" in why
 
 
 @pytest.mark.usefixtures("known_sources")

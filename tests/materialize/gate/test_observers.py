@@ -110,6 +110,25 @@ def test_the_mass_is_the_same_whoever_computes_the_weights(dtype, rows, shuffled
     assert (own.mass[rows[-1] + 1 :] == 0).all()
 
 
+def test_layers_beside_are_left_out_whether_seen_one_by_one_or_when_the_pass_is_over():
+    model, tokens = model_of(), tokens_of(40)
+    pool, context = placed(model, tokens)
+    rows, asked = Rows.of(tokens[30:], torch.arange(30, 40), context), []
+
+    class Keeps(Observer):
+        def on_layer(self, layer, q, rows, layout):
+            asked.append(q.clone())
+
+    one_by_one, at_the_end, middle = (OwnWeights(beside=layers) for layers in ({0, 2}, {0, 2}, ()))
+    for observer in (Keeps(), one_by_one):
+        model.forward(rows, pool, observer)
+    at_the_end.on_queries(torch.stack(asked), rows, pool.layout)
+    middle.on_layer(1, asked[1], rows, pool.layout)
+    assert one_by_one.mass.sum() == pytest.approx(1.0, abs=1e-4)
+    for watch in (at_the_end, middle):
+        assert torch.allclose(watch.mass, one_by_one.mass, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", [AttentionMass, OwnWeights])
 def test_the_mass_is_of_the_last_part_of_a_pass_only(kind):
     model, tokens = model_of(), tokens_of(40)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -101,6 +102,21 @@ def test_splice_equals_its_twin_in_every_layout_style_and_type(kind, style, dtyp
         Move(one, 49, 1, where[81:82], 0),
     ]
     assert_same_splice(moves, kind, layers, slots, heads, rope)
+
+
+@pytest.mark.parametrize("style", ["half", "interleaved"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layers_that_rotate_differently_or_not_at_all_are_spliced_as_the_twin_does(style, dtype):
+    layers, slots, heads, d = 4, 96, 2, 16
+    others = (tuple(1e6 ** (-i / 12) / 8 for i in range(0, 12, 2)), (0.0,) * 6)
+    rope = replace(rope_of(style, d, 12), others=others, layer_kinds=(1, 0, 2, 1))
+    where = torch.randperm(slots, generator=torch.Generator().manual_seed(5))
+    held = donor(layers, 50, heads, d, dtype, 1)
+    moves = [Move(held, 3, 41, where[:41], 1234), Move(held, 1, 9, where[41:50], -1), Move(held, 0, 1, where[50:51], 0)]
+    assert_same_splice(moves, "vllm side by side", layers, slots, heads, rope)
+    got = pool("ours", layers, slots, heads, d, dtype)
+    splice_moves(moves[:1], got, rope)
+    assert torch.equal(got.k[2].squeeze(1)[where[:41]], held.k[2, 3:44]), "a layer that does not rotate is copied"
 
 
 def packed_donor(layers: int, tokens: int, heads: int, d: int, dtype: torch.dtype, seed: int) -> DonorTensors:
@@ -310,9 +326,17 @@ def fa_utils(monkeypatch):
     return theirs
 
 
+def layer_of(scale, window=None, sinks=None):
+    """What vLLM's attention module says of itself."""
+    impl = SimpleNamespace(scale=scale, vllm_flash_attn_version=3, sinks=sinks)
+    return SimpleNamespace(sliding_window=window, impl=impl)
+
+
 def half_precision_layer(**impl):
     impl = {"scale": 0.25, "vllm_flash_attn_version": 3, "sliding_window": (-1, -1)} | impl
-    layer = SimpleNamespace(num_heads=4, num_kv_heads=2, head_size=16, impl=SimpleNamespace(**impl))
+    layer = SimpleNamespace(
+        num_heads=4, num_kv_heads=2, head_size=16, sliding_window=None, impl=SimpleNamespace(**impl)
+    )
     return layer, SimpleNamespace(block_tokens=4, device=torch.device(DEVICE), dtype=torch.float16)
 
 
@@ -320,6 +344,7 @@ def test_vllms_attention_is_used_where_it_gives_what_ours_does(fa_utils):
     assert pass_attention.can_group_rows(*half_precision_layer())
     assert not pass_attention.can_group_rows(*half_precision_layer(vllm_flash_attn_version=2))
     assert not pass_attention.can_group_rows(*half_precision_layer(sliding_window=(100, 0)))
+    assert not pass_attention.can_group_rows(*half_precision_layer(sinks=torch.zeros(4)))
 
 
 def test_where_vllms_attention_fails_or_is_another_ours_does_it_all(fa_utils):
@@ -341,10 +366,10 @@ def test_vllms_attention_for_far_keys_and_ours_for_near_ones_are_attention(chose
     at, blocks = torch.tensor(list(chosen)), torch.randperm(60)[:50]
     q, _, _, k, v, scale = attention_case(at.tolist(), 232, 6, 2, 16, torch.float32, block=4)
     rows = Rows.of(at, at, (blocks[:, None] * 4 + torch.arange(4)).flatten().to(DEVICE))
-    impl = SimpleNamespace(scale=scale, vllm_flash_attn_version=3)
+    layers = [layer_of(scale)]
     want = attend_plain(q, rows.positions, rows.context, k, v, scale)
     torch.testing.assert_close(
-        pass_attention.attend_in_groups(rows, KvLayout((k,), (v,)), impl)(0, q), want, rtol=2e-5, atol=2e-5
+        pass_attention.attend_in_groups(rows, KvLayout((k,), (v,)), layers)(0, q), want, rtol=2e-5, atol=2e-5
     )
 
 
@@ -355,10 +380,41 @@ def test_a_recorded_pass_reads_its_groups_from_the_device(chosen, fa_utils, monk
     q, positions, _, k, v, scale = attention_case(at.tolist(), 232, 6, 2, 16, torch.float32, block=4)
     context = (blocks[:, None] * 4 + torch.arange(4)).flatten().to(DEVICE)
     rows = Rows(at.to(DEVICE), positions, context[positions], context)
-    impl = SimpleNamespace(scale=scale, vllm_flash_attn_version=3)
+    layers = [layer_of(scale)]
     want = attend_plain(q, positions, context, k, v, scale)
-    have = pass_attention.attend_in_recorded_groups(rows, KvLayout((k,), (v,)), impl)(0, q)
+    have = pass_attention.attend_in_recorded_groups(rows, KvLayout((k,), (v,)), layers)(0, q)
     torch.testing.assert_close(have, want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 1, 7, 64, 500])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("parts", [1, 5])
+def test_windows_and_sinks_are_attended_as_the_twin_does(dtype, window, sinks, parts, monkeypatch):
+    monkeypatch.setattr(attention_kernels, "NEAR_PART_TOKENS", 32)
+    monkeypatch.setattr(attention_kernels, "NEAR_PARTS", parts)
+    rows = [0, 3, 4, 5, 40, 77, 78, 150, 199]
+    q, positions, context, k, v, scale = attention_case(rows, 200, 6, 2, 16, dtype)
+    sink = torch.linspace(-2, 3, 6, device=DEVICE).to(dtype) if sinks else None
+    attend = pass_attention.attend_scattered(
+        positions, context, KvLayout.of_rows((k,), (v,)), [layer_of(scale, window, sink)]
+    )
+    want = attend_plain(q, positions, context, k, v, scale, window=window, sinks=sink)
+    tolerance = 2e-5 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(attend(0, q), want, rtol=tolerance, atol=tolerance)
+
+
+def test_in_groups_a_layer_with_a_window_is_left_to_our_kernel(fa_utils, monkeypatch):
+    monkeypatch.setattr(pass_attention, "GROUP_ROWS", 8)
+    at, blocks = torch.arange(0, 200, 7), torch.randperm(60)[:50]
+    q, _, _, k, v, scale = attention_case(at.tolist(), 232, 6, 2, 16, torch.float32, block=4)
+    rows = Rows.of(at, at, (blocks[:, None] * 4 + torch.arange(4)).flatten().to(DEVICE))
+    layers = [layer_of(scale), layer_of(scale, window=30), layer_of(scale, sinks=torch.ones(6, device=DEVICE))]
+    attend = pass_attention.attend_in_groups(rows, KvLayout((k,) * 3, (v,) * 3), layers)
+    for number, layer in enumerate(layers):
+        named = {"window": layer.sliding_window, "sinks": layer.impl.sinks}
+        want = attend_plain(q, rows.positions, rows.context, k, v, scale, **named)
+        torch.testing.assert_close(attend(number, q), want, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from semblend.errors import InputError  # noqa: E402
+from semblend.materialize.donors.store import pack_rope, unpack_rope  # noqa: E402
 from semblend.materialize.kv.rope import (  # noqa: E402
     FAMILIES,
     LATENT_FAMILIES,
@@ -90,13 +92,23 @@ FIELDS: dict[str, dict[str, Any]] = {
     "solar_open": TINY | ROUTED | {"head_dim": 16, "n_shared_experts": 1},
     "starcoder2": TINY | {"sliding_window": None},
 }
-OWN_DEFAULTS = {
-    "gptj",
-    "codegen",
-    "falcon",
-    "ministral3",
-    "apertus",
-}  # no rotary fields mean more there than base and dimensions
+OWN_DEFAULTS = {"gptj", "codegen", "falcon", "ministral3", "apertus", "gpt_oss"}
+"""No rotary fields mean more there than base and dimensions."""
+FOUR = TINY | {"num_hidden_layers": 4, "head_dim": 16}
+BOTH = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 4096}
+CHUNKED = {"layer_types": ["chunked_attention", "full_attention"] * 2, "attention_chunk_size": 4096}
+FIELDS |= {
+    "cohere2": FOUR | BOTH,
+    "exaone4": FOUR | BOTH,
+    "gemma2": FOUR | BOTH,
+    "gemma3_text": FOUR | BOTH,
+    "gpt_oss": FOUR | BOTH | {"num_local_experts": 2, "num_experts_per_tok": 1},
+    "llama4_text": FOUR
+    | CHUNKED
+    | {"no_rope_layers": [1, 0] * 2, "num_local_experts": 2, "intermediate_size_mlp": 48, "moe_layers": []},
+    "olmo3": FOUR | BOTH,
+    "smollm3": FOUR | {"no_rope_layers": [1, 0, 1, 1]},
+}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 512}
 SCALINGS: dict[str, dict[str, Any]] = {
@@ -132,36 +144,92 @@ def model_and_config(family: str, scaling: dict[str, Any] | None = None) -> tupl
     return model, dict(read_for_text(config.to_dict()))
 
 
-def keys_at(model: Any, tokens: Any, start: int) -> Any:
-    """Keys of all layers [layers, n, kv_heads, d] as the model caches them with its first token at ``start``.
-
-    All tokens move alike and attention sees distances only, so keys of deeper layers move as those of layer 0 do.
-    """
+def keys_at(model: Any, tokens: Any, start: int) -> list[Any]:
+    """Keys [n, kv_heads, d] of every layer as the model caches them with its first token at ``start``."""
     positions = torch.arange(start, start + tokens.shape[1])[None]
     with torch.no_grad():
         cache = model(tokens, position_ids=positions, use_cache=True).past_key_values
-    return torch.stack([layer.keys[0].transpose(0, 1) for layer in cache.layers])
+    return [layer.keys[0].transpose(0, 1) for layer in cache.layers]
 
 
 def assert_relocates(model: Any, config: dict[str, Any], donor: int, target: int) -> None:
+    """In all layers: without text in front, nothing but the rotation tells where a prompt stands."""
     tokens = torch.randint(3, 60, (1, 24), generator=torch.Generator().manual_seed(3))
     rope = RopeSpec.from_hf_config(config, seq_len=max(donor, target) + tokens.shape[1])
     before, after = keys_at(model, tokens, donor), keys_at(model, tokens, target)
-    moved = rope.relocate(before, target - donor)
-    error = (moved - after).abs().max().item()
-    assert error <= 1e-4, f"relocated keys are off by {error:.2e}"
-    assert (before - after).abs().amax(dim=(1, 2, 3)).min() > 1e-2, (
-        "the positions made no difference: this test could not fail"
-    )
+    for number, (mine, theirs) in enumerate(zip(before, after, strict=True)):
+        moved = rope.of_layer(number).relocate(mine, target - donor)
+        error = (moved - theirs).abs().max().item() / max(1.0, theirs.abs().max().item())
+        assert error <= 1e-4, f"relocated keys of layer {number} are off by {error:.2e}"
+    assert (before[0] - after[0]).abs().max() > 1e-2, "the positions made no difference: this test could not fail"
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.filterwarnings("ignore")  # constructors of old families warn about their own defaults
 def test_every_family_in_the_table_relocates_as_its_own_model_computes(family):
     model, config = model_and_config(family)
-    assert refusal(config) is None
+    chunked = "Some layers are not full attention (chunked_attention)." if family == "llama4_text" else None
+    assert refusal(config, by_layer=True) == chunked
     assert_relocates(model, config, donor=90, target=11)
     assert_relocates(model, config, donor=3, target=640)
+
+
+LAYERED = sorted(name for name, family in FAMILIES.items() if family.layers != "alike")
+
+
+@pytest.mark.parametrize("family", [*LAYERED, "gemma2", "gpt_oss"])
+def test_where_layers_differ_only_who_asks_by_layer_may_move_them(family):
+    transformers = pytest.importorskip("transformers", reason="the configs")
+    config = transformers.AutoConfig.for_model(family, **copy.deepcopy(FIELDS[family])).to_dict()
+    assert refusal(config) is not None
+    rope = RopeSpec.from_hf_config(config)
+    if family in LAYERED and family != "olmo3":  # which differs by its scaling, where it has one
+        assert len(rope.kinds) == 2
+        with pytest.raises(InputError, match="rotate differently"):
+            rope.relocate(torch.zeros(1, 1, 16), 3)
+    assert unpack_rope(json.loads(json.dumps(pack_rope(rope)))) == rope
+
+
+GLOBAL = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}
+YARN_FULL = {
+    "full_attention": {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "rope_theta": 5e5,
+        "original_max_position_embeddings": 256,
+    }
+}
+LOCAL = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+
+
+@pytest.mark.parametrize(
+    ("family", "parameters"),
+    [
+        ("gemma3_text", LOCAL | GLOBAL),
+        ("olmo3", LOCAL | YARN_FULL),
+        ("gpt_oss", {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 256, "truncate": False,
+                     "beta_fast": 32.0, "beta_slow": 1.0, "rope_theta": 150_000.0}),
+        ("exaone4", {"rope_type": "llama3", "rope_theta": 1e6, "factor": 8.0, "low_freq_factor": 1.0,
+                     "high_freq_factor": 4.0, "original_max_position_embeddings": 256}),
+    ],
+)  # fmt: skip
+def test_scaling_holds_for_the_layers_that_it_is_said_of(family, parameters):
+    transformers = pytest.importorskip("transformers", reason="the models to compare with")
+    given = copy.deepcopy(FIELDS[family]) | {"rope_parameters": copy.deepcopy(parameters)}
+    config = transformers.AutoConfig.for_model(family, **given)
+    torch.manual_seed(7)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval().float()
+    assert refusal(config.to_dict(), by_layer=True) is None
+    assert_relocates(model, config.to_dict(), donor=90, target=11)
+    assert_relocates(model, config.to_dict(), donor=3, target=640)
+
+
+def test_an_old_gemma_config_scales_its_full_layers_only():
+    old = FIELDS["gemma3_text"] | {"model_type": "gemma3_text", "rope_theta": 1e6, "rope_local_base_freq": 1e4}
+    old["rope_scaling"] = {"rope_type": "linear", "factor": 8.0}
+    new = FIELDS["gemma3_text"] | {"model_type": "gemma3_text", "rope_parameters": LOCAL | GLOBAL}
+    assert RopeSpec.from_hf_config(old) == RopeSpec.from_hf_config(new)
+    assert refusal(old, by_layer=True) is None
 
 
 @pytest.mark.parametrize("family", SCALED)
@@ -429,7 +497,8 @@ QWEN2 = TINY | {"model_type": "qwen2", "sliding_window": 1024}
         (LLAMA | {"layer_types": ["full_attention", "linear_attention"]}, "not full attention"),
         (LLAMA | {"attention_chunk_size": 512}, "chunks"),
         (LLAMA | {"no_rope_layers": [1, 0]}, "no_rope_layers"),
-        (TINY | {"model_type": "exaone4", "layer_types": ["sliding_attention", "full_attention"]}, "no rotary"),
+        (FIELDS["exaone4"] | {"model_type": "exaone4"}, "sliding window"),
+        (FIELDS["smollm3"] | {"model_type": "smollm3"}, "no_rope_layers"),
         (LLAMA | {"rope_local_base_freq": 1e4}, "different frequencies"),
         (LLAMA | {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "different frequencies"),
         (QWEN2 | {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}, "M-RoPE"),
@@ -452,6 +521,25 @@ def test_a_model_whose_keys_cannot_be_moved_is_refused_with_one_sentence(config,
     assert words in reason
     assert reason.endswith(".")
     assert "\n" not in reason
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (LLAMA | {"layer_types": ["full_attention", "linear_attention"]}, "not full attention"),
+        (LLAMA | {"attention_chunk_size": 512}, "chunks"),
+        (LLAMA | {"no_rope_layers": [1, 0]}, "no_rope_layers"),
+        (LLAMA | {"rope_local_base_freq": 1e4}, "different frequencies"),
+        (TINY | {"model_type": "gemma3_text"}, "of which type"),
+        (FOUR | BOTH | {"model_type": "gemma3_text", "rope_parameters": GLOBAL}, "sliding_attention layers"),
+        (
+            FOUR | BOTH | {"model_type": "olmo3", "rope_parameters": LOCAL | {"full_attention": {"rope_type": "su"}}},
+            "longrope",
+        ),
+    ],
+)
+def test_by_layer_too_what_is_not_known_is_refused(config, words):
+    assert words in (refusal(config, by_layer=True) or "")
 
 
 @pytest.mark.parametrize(

@@ -121,8 +121,8 @@ class SemBlendPromMetrics(KVConnectorPromMetrics):
 class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
     """Non-prefix KV reuse in stock vLLM; see `semblend.integration.vllm`.
 
-    `SupportsHMA` leaves vLLM's hybrid KV manager on. A model that needs it is one that we decline: it runs as without
-    us.
+    `SupportsHMA` leaves vLLM's hybrid KV manager on: a model that needs it, we decline, and it runs as without us.
+    Where the user turns it off, a model with sliding windows keeps all KV in one list of blocks, and is served.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -281,7 +281,7 @@ class SemBlendConnectorV1(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """In place of `request_finished`: vLLM's hybrid KV manager is on, whatever the model."""
+        """In place of `request_finished` where vLLM's hybrid KV manager is on, whatever the model."""
         return self.request_finished(request, block_ids[0] if block_ids else [])
 
     def reset_cache(self) -> bool | None:

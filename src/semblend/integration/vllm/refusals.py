@@ -6,7 +6,7 @@ Each line stands for something that our passes or our copies of KV would get wro
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -59,13 +59,11 @@ def refusal(vllm_config: Any, kv_cache_config: Any, version: str, package: Path)
         lambda: _refuse_ranks(vllm_config.parallel_config),
         lambda: _refuse_features(vllm_config),
         lambda: _refuse_model(vllm_config.model_config),
-        lambda: _refuse_cache(
-            vllm_config.cache_config,
-            kv_cache_config.kv_cache_groups,
-            drafts=vllm_config.speculative_config is not None,
-        ),
+        lambda: _refuse_cache(vllm_config, kv_cache_config.kv_cache_groups),
         lambda: rope_refusal(
-            read_rope_config(vllm_config), latents=keeps_latents(kv_cache_config.kv_cache_groups[0].kv_cache_spec)
+            read_rope_config(vllm_config),
+            by_layer=True,
+            latents=keeps_latents(kv_cache_config.kv_cache_groups[0].kv_cache_spec),
         ),
     )
     return next((why for check in checks if (why := check())), None)
@@ -198,14 +196,12 @@ def _refuse_model(model: Any) -> str | None:
     return None
 
 
-def _refuse_cache(cache: Any, groups: Any, *, drafts: bool) -> str | None:
+def _refuse_cache(vllm_config: Any, groups: Any) -> str | None:
+    cache = vllm_config.cache_config
     if getattr(cache, "kv_sharing_fast_prefill", False):
         return "layers share the KV of other layers (kv_sharing_fast_prefill): a prefill leaves them out"
-    if any(_recurrent(group.kv_cache_spec) for group in groups):
-        return NEVER_RECURRENT
-    if len(groups) != 1 or not _full_attention(groups[0].kv_cache_spec, drafts=drafts):
-        what = "the model and its draft do not" if drafts else "the model does not"
-        return f"{what} have one kind of full attention in all layers"
+    if why := _refuse_groups(vllm_config, groups):
+        return why
     if str(cache.cache_dtype) not in MOVABLE_TYPES:
         return (
             f"a KV cache of type {cache.cache_dtype} cannot be moved: keys are rotated to other positions, and "
@@ -214,13 +210,48 @@ def _refuse_cache(cache: Any, groups: Any, *, drafts: bool) -> str | None:
     return None
 
 
-def _recurrent(spec: Any) -> bool:
-    specs = getattr(spec, "kv_cache_specs", None) or {"": spec}
-    return any(any(kind.__name__ == "MambaSpec" for kind in type(one).__mro__) for one in specs.values())
+def _refuse_groups(vllm_config: Any, groups: Sequence[Any]) -> str | None:
+    """One list of blocks has to hold the KV of every position in every layer. Through a window layers may attend."""
+    drafts = vllm_config.speculative_config is not None
+    specs = [spec for group in groups for spec in _list_specs(group)]
+    kinds = {type(spec).__name__ for spec in specs}
+    if any(kind.__name__ == "MambaSpec" for spec in specs for kind in type(spec).__mro__):
+        return NEVER_RECURRENT
+    if any(getattr(spec, "attention_chunk_size", None) for spec in specs):
+        return "some layers attend within chunks, which begin at other tokens where a passage has moved"
+    is_one_kind = drafts or not hasattr(groups[0].kv_cache_spec, "kv_cache_specs")  # a draft's may be of another size
+    if len(groups) == 1 and is_one_kind and kinds == {"FullAttentionSpec"}:
+        return None
+    if len(groups) == 1 and is_one_kind and all(keeps_latents(spec) and not _has_window(spec) for spec in specs):
+        return None
+    if kinds == {"SlidingWindowSpec"}:
+        return "no layer has full attention: vLLM frees the KV behind the window, whatever its settings"
+    if kinds == {"FullAttentionSpec", "SlidingWindowSpec"}:
+        more, length = _compute_promotion(vllm_config, groups), vllm_config.model_config.max_model_len
+        return (
+            "layers without full attention keep no KV behind their window; with --disable-hybrid-kv-cache-manager vLLM "
+            f"keeps it: a prompt of {length:,} tokens then holds {more:.1f} times the memory "
+            "(docs/guides/vllm.md#models-with-sliding-windows)"
+        )
+    what = "the model and its draft do not" if drafts else "the model does not"
+    return f"{what} have one kind of full attention in all layers"
 
 
-def _full_attention(spec: Any, *, drafts: bool = False) -> bool:
-    if drafts and (layers := getattr(spec, "kv_cache_specs", None)):  # a draft's layers may be of another size
-        return all(map(_full_attention, layers.values()))
-    windowed = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
-    return (type(spec).__name__ == "FullAttentionSpec" or keeps_latents(spec)) and not windowed
+def _list_specs(group: Any) -> list[Any]:
+    """What the layers of a group keep; one where all are alike."""
+    return list((getattr(group.kv_cache_spec, "kv_cache_specs", None) or {"": group.kv_cache_spec}).values())
+
+
+def _has_window(spec: Any) -> bool:
+    return bool(getattr(spec, "sliding_window", None))
+
+
+def _compute_promotion(vllm_config: Any, groups: Sequence[Any]) -> float:
+    """How many times the KV the longest prompt holds, once it is computed, where no layer frees what is behind."""
+    length, kept, whole = vllm_config.model_config.max_model_len, 0, 0
+    for group in groups:
+        spec, window = group.kv_cache_spec, getattr(group.kv_cache_spec, "sliding_window", None) or length
+        block = len(group.layer_names) * spec.page_size_bytes
+        kept += block * -(-min(length, window) // spec.block_size)
+        whole += block * -(-length // spec.block_size)
+    return whole / kept

@@ -414,11 +414,14 @@ class Repair:
         chosen = (yield from self._choose_at_once(state, steps[0], first)) if state.gate.sees_at_once else first[:0]
         if len(chosen):
             rows = np.union1d(first, chosen)
-            yield from self._run_step(state, steps[0], chosen, rows, AttentionMass(), is_first=True)
+            yield from self._run_step(state, steps[0], chosen, rows, self._watch_question(), is_first=True)
             return
-        watch = AttentionMass()
+        watch = self._watch_question()
         yield from self._passes.compute(state, "fast", first, watch, check=True)
         self._note_attention(state, watch)
+
+    def _watch_question(self) -> AttentionMass:
+        return AttentionMass(beside=self._passes.model.capabilities.windowed)
 
     def _choose_at_once(self, state: BlendState, step: Step, first: Positions) -> Pieces[Positions]:
         """Tokens that the first pass repairs without a look before it; none where that is not known, or too dear."""
@@ -457,7 +460,7 @@ class Repair:
                         return "over_budget"
                     break
                 state.escalations += state.step is not None
-                watch = AttentionMass()
+                watch = self._watch_question()
                 yield from passes.put_aside(state)
                 yield from self._run_step(state, step, chosen, rows, watch)
             if state.risk is not None and state.gate.accepts(step.percent, state.risk):
@@ -545,8 +548,10 @@ class Repair:
         ``is_first``: new tokens are not computed yet, so they go through these layers too, and their number means
         nothing.
         """
-        layers = self._passes.model.layout.layers
-        depth = min(max(1, count_leading_layers(layers, self._settings.layer_share)), layers - 1)
+        layers, windowed = self._passes.model.layout.layers, self._passes.model.capabilities.windowed
+        # Below the first full layer, what a window lets through of another text in front ends a window's length on.
+        first_full = next(layer for layer in range(layers) if layer not in windowed)
+        depth = min(max(first_full + 1, count_leading_layers(layers, self._settings.layer_share)), layers - 1)
         observer = KvDeviation(layer=depth)
         yield from self._passes.put_aside(state)
         rows = np.arange(state.exact, len(state.tokens)) if is_first else state.stale

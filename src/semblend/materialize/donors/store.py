@@ -195,7 +195,11 @@ def pack_rope(rope: RopeSpec | None) -> dict[str, Any] | None:
 
 def unpack_rope(packed: Mapping[str, Any] | None) -> RopeSpec | None:
     """What `pack_rope` was given."""
-    return None if packed is None else RopeSpec(**{**packed, "inv_freq": tuple(packed["inv_freq"])})
+    if packed is None:
+        return None
+    others = tuple(tuple(inv_freq) for inv_freq in packed.get("others", ()))
+    named = {"inv_freq": tuple(packed["inv_freq"]), "layer_kinds": tuple(packed.get("layer_kinds", ()))}
+    return RopeSpec(**{**packed, **named, "others": others})
 
 
 def _view_tensor(payload: Bytes, about: Mapping[str, Any]) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from semblend.materialize.contract import QUESTION_ROWS, Layout, Model, Observer, Rows, StopPass
-from semblend.materialize.kv.layout import copy_to_device
+from semblend.materialize.kv.layout import KvLayout, copy_to_device
 from semblend.materialize.kv.rope import RopeSpec
 from semblend.materialize.kv.splice import copy_layers, has_triton
 from semblend.plan.selection import Positions
@@ -26,18 +26,20 @@ _SCORES_AT_ONCE = (1 << 26, 1 << 21)  # on a GPU, and on a CPU, where they shoul
 
 
 class AttentionMass(Observer):
-    """The attention that the question pays to every position, summed over all layers.
+    """The attention that the question pays to every position, summed over all layers but those ``beside``.
 
-    The question is the last unbroken run of computed rows, at most ``most_rows`` of them: what the prompt ends with. It
-    is scored after relocation, so positions are the final ones. Of a pass its queries are kept; the rest is worked out
-    when ``mass`` is asked for, of all layers at once, while their KV is still there. One sequence only.
+    Those have a sliding window: there the question attends to itself and to what stands right before it, which says
+    nothing about the spans further ahead, and would drown what the full layers say of them. The question is the last
+    unbroken run of computed rows, at most ``most_rows`` of them: what the prompt ends with. It is scored after
+    relocation, so positions are the final ones. Of a pass its queries are kept; the rest is worked out when ``mass`` is
+    asked for, of all layers at once, while their KV is still there. One sequence only.
     """
 
     after_pass = True
     reads_weights = True
 
-    def __init__(self, most_rows: int = QUESTION_ROWS) -> None:
-        self.most_rows = most_rows
+    def __init__(self, most_rows: int = QUESTION_ROWS, beside: Collection[int] = ()) -> None:
+        self.most_rows, self.beside = most_rows, beside
         self._mass: Tensor | None = None
         self._rows: Rows | None = None
         self._asking = 0
@@ -54,11 +56,14 @@ class AttentionMass(Observer):
 
     def on_layer(self, layer: int, q: Tensor, rows: Rows, layout: Layout) -> None:
         self._start_pass(rows, q.device)
-        self._queries[layer], self._layout = q[-self._asking :].clone(), layout
+        self._layout = layout
+        if layer not in self.beside:
+            self._queries[layer] = q[-self._asking :].clone()
 
     def on_queries(self, q: Tensor, rows: Rows, layout: Layout) -> None:
         self._start_pass(rows, q.device)
-        self._queries, self._layout = dict(enumerate(q[:, -self._asking :].clone())), layout
+        kept = [layer for layer in range(len(q)) if layer not in self.beside]
+        self._queries, self._layout = dict(zip(kept, q[kept, -self._asking :].clone(), strict=True)), layout
 
     def on_weights(self, weights: Tensor, start: int, rows: Rows) -> None:
         """The same, where attention has computed the weights already: ``[heads, some rows from start on, keys]``."""
@@ -79,9 +84,11 @@ class AttentionMass(Observer):
     def _add(self, q: Tensor, layers: Sequence[int], rows: Rows, layout: Layout) -> None:
         mass, context = self._start_pass(rows, q.device), rows.context[: rows.reach]
         views = layout.views if q.shape[-1] == layout.head_dim else None  # else the queries are of whole latents
-        if q.device.type == "cuda" and has_triton() and views is not None and len(layers) == layout.layers:
+        if q.device.type == "cuda" and has_triton() and views is not None:
             from semblend.materialize.kv.attention_kernels import measure_question_mass
 
+            if len(layers) < layout.layers:
+                views = KvLayout(*(tuple(pages[layer] for layer in layers) for pages in (views.k, views.v)))
             mass[: len(context)] += measure_question_mass(q, context, views)
             return
         for layer, queries in zip(layers, q, strict=True):

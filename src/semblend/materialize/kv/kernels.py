@@ -83,8 +83,9 @@ def _splice_kernel(  # type: ignore[no-untyped-def]
     slots_start = tl.load(about + 3)
     length = tl.load(about + 4)
     stays = tl.load(about + 5) == 0
-    k_target = tl.multiple_of(tl.load(layer_starts + 2 * layer), STEP)
-    v_target = tl.multiple_of(tl.load(layer_starts + 2 * layer + 1), STEP)
+    k_target = tl.multiple_of(tl.load(layer_starts + 3 * layer), STEP)
+    v_target = tl.multiple_of(tl.load(layer_starts + 3 * layer + 1), STEP)
+    turn = (tl.load(layer_starts + 3 * layer + 2) + move) * HALF  # of this move by this layer's frequencies
 
     row = tl.arange(0, TILE_ROWS)
     token = first + row // HEADS
@@ -113,8 +114,8 @@ def _splice_kernel(  # type: ignore[no-untyped-def]
     two = START + (2 * pair + 1 if INTERLEAVED else pair + HALF)[None, :]
     k_one = _read(source, k_start + reads + one, turned, k_scales, k_at + one * K_BY_DIM, PACKED)
     k_two = _read(source, k_start + reads + two, turned, k_scales, k_at + two * K_BY_DIM, PACKED)
-    c = tl.load(cos + move * HALF + pair, mask=pair < HALF, other=1.0)[None, :]
-    s = tl.load(sin + move * HALF + pair, mask=pair < HALF, other=0.0)[None, :]
+    c = tl.load(cos + turn + pair, mask=pair < HALF, other=1.0)[None, :]
+    s = tl.load(sin + turn + pair, mask=pair < HALF, other=0.0)[None, :]
     wide_one = k_one.to(tl.float32)
     wide_two = k_two.to(tl.float32)
     moved_one = (wide_one * c - wide_two * s).to(k_one.dtype)
@@ -143,8 +144,10 @@ def splice_moves(moves: Sequence[Move], layout: KvLayout, rope: RopeSpec) -> Non
     donor = moves[0].donor
     about, tiles = _tables(moves, slots, tile_tokens)
     turns = rope.relocation_table([move.shift for move in moves])
-    at_moves, at_tiles, at_layers, at_turns, there = _copy_tables((about, tiles, layout.layer_starts, turns), device)
-    cos, sin = there[at_turns:].view(torch.float32).view(2, len(moves), half)
+    kinds = np.array(rope.layer_kinds or [0] * layout.layers, dtype=np.int64)
+    layers = np.column_stack((layout.layer_starts, kinds * len(moves)))
+    at_moves, at_tiles, at_layers, at_turns, there = _copy_tables((about, tiles, layers, turns), device)
+    cos, sin = there[at_turns:].view(torch.float32).view(2, len(rope.kinds) * len(moves), half)
     strides = layout.k[0].stride()[:3]
     numbers = (*about[:, :3].ravel().tolist(), *layout.layer_starts.ravel().tolist(), *strides, layout.head_dim)
     _splice_kernel[(len(tiles), layout.layers)](

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -23,9 +23,10 @@ from semblend.errors import InputError
 # -- What a model's config says about its rotary embedding: frequencies, or the reason why its keys cannot be moved.
 #
 # Pure arithmetic over a Hugging Face ``config.json`` as a dict, without torch. A model is movable only if its family is
-# one whose keys we know to be rotated last (norms and projections first), in a known pair layout, by the same angles in
-# every layer; each family in the table is held against the transformers implementation by the tests. Whatever is not
-# known is refused: a wrong guess would give wrong keys that look right.
+# one whose keys we know to be rotated last (norms and projections first; Llama 4 norms after it, by the key's length,
+# which a rotation keeps), in a known pair layout; each family in the table is held against the transformers
+# implementation by the tests, layer by layer. Whatever is not known is refused: a wrong guess would give wrong keys
+# that look right.
 
 
 Style = Literal["half", "interleaved"]
@@ -39,13 +40,18 @@ class RopeFamily:
     style: Style = "half"
     partial: float = 1.0
     theta: float = 10_000.0
+    layers: Literal["alike", "by type", "windowed only", "listed"] = "alike"
+    """Which layers rotate, and how: all alike; each as ``rope_parameters`` says of its type; only those with a window
+    (where there are none, EXAONE 4 rotates all and Cohere 2 none); or those that ``no_rope_layers`` lists with a 1."""
+    local_theta: float | None = None
+    """Of layers with a window, where the config names none."""
 
 
 FAMILIES: dict[str, RopeFamily] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3"), RopeFamily()),
     **dict.fromkeys(("gemma", "granite", "olmo", "olmo2", "olmoe", "starcoder2", "falcon"), RopeFamily()),
     **dict.fromkeys(("arcee", "seed_oss", "dots1", "granitemoe", "granitemoeshared", "hyperclovax"), RopeFamily()),
-    **dict.fromkeys(("jais2", "exaone4", "aria_text", "gpt_neox_japanese"), RopeFamily()),
+    **dict.fromkeys(("jais2", "aria_text", "gpt_neox_japanese"), RopeFamily()),
     **dict.fromkeys(("phi", "persimmon", "nemotron", "glm4_moe", "glm4v_moe_text"), RopeFamily(partial=0.5)),
     **dict.fromkeys(("stablelm", "gpt_neox"), RopeFamily(partial=0.25)),
     **dict.fromkeys(("bitnet", "flex_olmo", "qwen3_vl_text", "qwen3_vl_moe_text"), RopeFamily(theta=500_000.0)),
@@ -57,6 +63,14 @@ FAMILIES: dict[str, RopeFamily] = {
     "helium": RopeFamily("interleaved", theta=100_000.0),
     **dict.fromkeys(("glm", "glm4"), RopeFamily("interleaved", partial=0.5)),
     **dict.fromkeys(("gptj", "codegen", "glm4v_text"), RopeFamily("interleaved")),
+    "gemma2": RopeFamily(),
+    "gemma3_text": RopeFamily(theta=1_000_000.0, layers="by type", local_theta=10_000.0),
+    "olmo3": RopeFamily(theta=500_000.0, layers="by type"),
+    "gpt_oss": RopeFamily(theta=150_000.0),
+    "cohere2": RopeFamily("interleaved", layers="windowed only"),
+    "exaone4": RopeFamily(layers="windowed only"),
+    "llama4_text": RopeFamily("interleaved", theta=500_000.0, layers="listed"),
+    "smollm3": RopeFamily(theta=2_000_000.0, layers="listed"),
 }
 
 # Latent attention (MLA): a token has one vector, a latent that knows no position and behind it a rotated part. It is
@@ -126,6 +140,33 @@ def read_for_text(config: Config) -> Config:
         for name, parameters in given.items()
     }
     return {**config, **read}
+
+
+def list_layer_configs(config: Config) -> list[Config | None]:
+    """Of each layer, the config by which it rotates, as if all did so; None where it does not rotate.
+
+    Empty where all layers rotate alike.
+    """
+    family = family_of(config)
+    kinds = [str(kind) for kind in config.get("layer_types") or ()]
+    if family.layers == "listed":
+        listed = list(config.get("no_rope_layers") or ())
+        return [config if rotates else None for rotates in listed] if 0 in listed else []
+    if family.layers == "windowed only" and ("sliding_attention" in kinds or config.get("model_type") == "cohere2"):
+        return [config if kind == "sliding_attention" else None for kind in kinds]
+    if family.layers != "by type":
+        return []
+    if not kinds:
+        raise InputError("the config does not say of which type each layer is", hint="it needs layer_types")
+    flat = {name: value for name, value in config.items() if name not in ("rope_parameters", "rope_scaling")}
+    said = config.get("rope_parameters") or {}
+    if not any(isinstance(value, Mapping) for value in said.values()):  # as they were written once: scaling is global
+        local = config.get("rope_local_base_freq") or family.local_theta or config.get("rope_theta") or family.theta
+        windowed: dict[str, Any] = {"rope_type": "default", "rope_theta": local}
+        return [flat | {"rope_parameters": windowed} if "sliding" in kind else config for kind in kinds]
+    if missing := set(kinds) - {kind for kind, value in said.items() if isinstance(value, Mapping)}:
+        raise InputError(f"the config does not say how {min(missing)} layers rotate", hint="see rope_parameters")
+    return [flat | {"rope_parameters": said[kind]} for kind in kinds]
 
 
 def head_dim(config: Config) -> int:
@@ -249,10 +290,12 @@ def _number(source: Config, name: str, default: float | None = None) -> float:
     return float(value)
 
 
-def refusal(config: Config, latents: bool = False) -> str | None:
+def refusal(config: Config, *, by_layer: bool = False, latents: bool = False) -> str | None:
     """Why keys of this model cannot be moved to other positions, in one sentence; None when they can.
 
-    ``latents``: the engine caches the latents of a model with latent attention, and its adapter moves them.
+    ``by_layer``: the engine keeps every position of every layer, and attends by a window where a layer has one; and
+    keys are moved by `RopeSpec.of_layer`. Without it all layers have to be alike. ``latents``: the engine caches the
+    latents of a model with latent attention, and its adapter moves them.
 
     >>> refusal({"model_type": "deepseek_v3", "kv_lora_rank": 512})
     'The model attends to latents (MLA, kv_lora_rank), which this engine or adapter does not keep as such.'
@@ -261,7 +304,17 @@ def refusal(config: Config, latents: bool = False) -> str | None:
         return "The model attends to latents (MLA, kv_lora_rank), which this engine or adapter does not keep as such."
     if latents and not config.get("kv_lora_rank"):
         return "The engine caches latents, and the model's configuration does not say of what size (kv_lora_rank)."
-    return next((reason for check in _CHECKS if (reason := check(config))), None)
+    configs, checks = [config], _CHECKS
+    if by_layer:
+        checks = (_refuse_other_attention, *(check for check in _CHECKS if check is not _refuse_windowed))
+        if family_of(config).layers != "alike":
+            checks = tuple(check for check in checks if check is not _layers_differ)
+            try:
+                found = {repr(one): one for one in list_layer_configs(config) if one is not None}
+            except InputError as error:
+                return f"The rotary parameters cannot be read: {error.message}."
+            configs = list(found.values()) or configs
+    return next((reason for one in configs for check in checks if (reason := check(one))), None)
 
 
 def _refuse_latents(config: Config) -> str | None:
@@ -321,12 +374,9 @@ def _refuse_windowed(config: Config) -> str | None:
     """Whether some layer really attends through a window: a config may name one and not use it."""
     said = "Some layers attend through a sliding window, so their cache does not hold every position."
     if kinds := config.get("layer_types"):
-        if any("sliding" in str(kind) for kind in kinds):
-            return said
-        other = sorted({str(kind) for kind in kinds} - {"full_attention"})
-        return f"Some layers are not full attention ({', '.join(other)})." if other else None
-    if config.get("attention_chunk_size"):
-        return "Some layers attend within chunks (attention_chunk_size)."
+        return said if any("sliding" in str(kind) for kind in kinds) else _refuse_other_attention(config)
+    if reason := _refuse_other_attention(config):
+        return reason
     window = config.get("sliding_window")
     if not window:
         return said if config.get("use_sliding_window") else None
@@ -336,6 +386,16 @@ def _refuse_windowed(config: Config) -> str | None:
         everywhere_full = first is not None and layers is not None and first >= layers
         return said if config["use_sliding_window"] and not everywhere_full else None
     return said if window < (config.get("max_position_embeddings") or math.inf) else None
+
+
+def _refuse_other_attention(config: Config) -> str | None:
+    """Neither full nor through a window: in chunks, linear, or a state in place of KV."""
+    other = sorted({str(kind) for kind in config.get("layer_types") or ()} - {"full_attention", "sliding_attention"})
+    if other:
+        return f"Some layers are not full attention ({', '.join(other)})."
+    if config.get("attention_chunk_size") and not config.get("layer_types"):
+        return "Some layers attend within chunks (attention_chunk_size)."
+    return None
 
 
 def _refuse_quantised_cache(config: Config) -> str | None:
@@ -396,7 +456,9 @@ class RopeSpec:
 
     ``attention_factor`` multiplies rotated queries and keys when they are computed (YaRN). A cached key has it
     already, so ``relocate`` leaves it alone. ``dynamic`` says that the frequencies depend on the prompt's length: then
-    keys may move only between prompts of equal ``inv_freq``. ``rotary_start``: the first dimension that rotates.
+    keys may move only between prompts of equal ``inv_freq``. ``rotary_start``: the first dimension that rotates. Where
+    layers rotate differently, ``others`` has the other frequencies, zeros for layers that do not rotate, and
+    ``layer_kinds`` says of each layer which of ``(inv_freq, *others)`` it has: then only `of_layer` rotates.
 
     >>> RopeSpec.plain(head_dim=4, theta=10_000.0).inv_freq
     (1.0, 0.01)
@@ -409,6 +471,8 @@ class RopeSpec:
     attention_factor: float = 1.0
     dynamic: bool = False
     rotary_start: int = 0
+    others: tuple[tuple[float, ...], ...] = ()
+    layer_kinds: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.style not in ("half", "interleaved"):
@@ -419,6 +483,8 @@ class RopeSpec:
                 "do not fit together",
                 hint="rotary_dim is twice the number of frequencies and at most head_dim",
             )
+        if any(len(other) != len(self.inv_freq) for other in self.others) or (self.others and self.dynamic):
+            raise InputError("layers rotate different numbers of dimensions", hint="such keys are not moved")
 
     @property
     def rotated(self) -> slice:
@@ -436,8 +502,14 @@ class RopeSpec:
 
         This says how keys are rotated, not whether they may be moved: that is ``refusal``.
         """
+        layers = list_layer_configs(config)
+        if rotating := next((one for one in layers if one is not None), None):
+            config = rotating
         inv_freq, attention_factor = frequencies(config, seq_len)
         size, rotated = head_dim(config), rotary_dim(config)
+        still = (0.0,) * len(inv_freq)
+        by_layer = [still if one is None else frequencies(one, seq_len)[0] for one in layers]
+        kinds = list(dict.fromkeys((inv_freq, *by_layer)))
         return cls(
             head_dim=size,
             rotary_dim=rotated,
@@ -446,7 +518,20 @@ class RopeSpec:
             attention_factor=attention_factor,
             dynamic=rope_parameters(config)["rope_type"] == "dynamic",
             rotary_start=size - rotated if config.get("kv_lora_rank") else 0,
+            others=tuple(kinds[1:]),
+            layer_kinds=tuple(map(kinds.index, by_layer)) if len(kinds) > 1 else (),
         )
+
+    @property
+    def kinds(self) -> tuple[tuple[float, ...], ...]:
+        """The frequencies that there are in this model."""
+        return (self.inv_freq, *self.others)
+
+    def of_layer(self, layer: int) -> RopeSpec:
+        """The rotation of one layer."""
+        if not self.layer_kinds:
+            return self
+        return replace(self, inv_freq=self.kinds[self.layer_kinds[layer]], others=(), layer_kinds=())
 
     def cos_sin(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Cosines and sines of ``positions[...]``, each ``[..., rotary_dim / 2]``, attention factor included."""
@@ -477,8 +562,9 @@ class RopeSpec:
         return torch.where((shift == 0).to(k.device).unsqueeze(-1), k, moved)
 
     def relocation_table(self, shifts: Sequence[int]) -> np.ndarray:
-        """Cosines, then sines, of whole moves: ``[2, len(shifts), rotary_dim / 2]`` in single precision."""
-        angles = np.multiply.outer(np.asarray(shifts, dtype=np.float64), np.asarray(self.inv_freq))
+        """Cosines, then sines, of whole moves: ``[2, kinds, len(shifts), rotary_dim / 2]`` in single precision."""
+        shifted = np.asarray(shifts, dtype=np.float64)
+        angles = np.stack([np.multiply.outer(shifted, np.asarray(inv_freq)) for inv_freq in self.kinds])
         return np.stack((np.cos(angles), np.sin(angles))).astype(np.float32)
 
     def cannot_follow(self, donor: RopeSpec | None) -> str | None:
@@ -488,7 +574,7 @@ class RopeSpec:
         """
         if donor is None:
             return "dynamic frequencies need the donor's own rotation to compare with" if self.dynamic else None
-        if donor.inv_freq != self.inv_freq:
+        if (donor.kinds, donor.layer_kinds) != (self.kinds, self.layer_kinds):
             return "donor and target were computed with different rotary frequencies"
         ways = [(one.style, one.head_dim, one.rotary_start, one.attention_factor) for one in (donor, self)]
         if ways[0] != ways[1]:
@@ -496,6 +582,8 @@ class RopeSpec:
         return None
 
     def _check(self, x: Tensor) -> None:
+        if self.layer_kinds:
+            raise InputError("the layers of this model rotate differently", hint="take of_layer(number)")
         if x.shape[-1] != self.head_dim:
             raise InputError(f"heads of {x.shape[-1]} dimensions, not {self.head_dim}", hint="is it the same model?")
         if not x.is_floating_point() or x.dtype.itemsize < 2:

@@ -58,7 +58,7 @@ def splice_plain(moves: Sequence[Move], layout: Layout, rope: RopeSpec) -> None:
         rows = slice(move.donor_start, move.donor_start + move.length)
         for layer in range(layout.layers):
             k, v = (move.donor.read_rows(name, layer, rows).to(layout.device) for name in ("k", "v"))
-            moved = rope.relocate(k, move.shift)
+            moved = rope.of_layer(layer).relocate(k, move.shift)
             layout.scatter(layer, move.target_slots, moved.to(layout.dtype), v.to(layout.dtype))
 
 
@@ -115,6 +115,11 @@ def check_moves(moves: Sequence[Move], layout: Layout, rope: RopeSpec, *, check_
     if rope.head_dim != layout.head_dim:
         raise InputError(
             f"the rotation is for heads of {rope.head_dim} dimensions, the pool has {layout.head_dim}",
+            hint="take both from one model",
+        )
+    if rope.layer_kinds and len(rope.layer_kinds) != layout.layers:
+        raise InputError(
+            f"the rotation is for {len(rope.layer_kinds)} layers, the pool has {layout.layers}",
             hint="take both from one model",
         )
     for donor in {id(move.donor): move.donor for move in moves}.values():

@@ -146,7 +146,8 @@ class StockModel:
         self.device: torch.device = self._caches[0].device
         self.rope = RopeSpec.from_hf_config(read_rope_config(vllm_config))
         ranks = int(vllm_config.parallel_config.tensor_parallel_size)
-        self.capabilities = Capabilities(ranks=ranks, rank=self.rank if ranks > 1 else None)
+        rank = self.rank if ranks > 1 else None
+        self.capabilities = Capabilities(ranks=ranks, rank=rank, windowed=find_windowed(self.layers))
 
     def agree(self, values: Tensor, how: str) -> Tensor:
         """The mean or the largest over the ranks that hold parts of the model."""
@@ -225,16 +226,17 @@ class StockModel:
                 observer.found = found
                 raise StopPass
         grouped = self._groups_rows and not (observer is not None and observer.stops_early)
-        attend = choose_attention(rows, self.layout, self.layers[0].impl, grouped=grouped)
+        attend = choose_attention(rows, self.layout, self.layers, grouped=grouped)
         return self._run_pass(rows, observer, attend)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Compiles our kernels and records short passes, on a GPU, so that no request waits for it."""
-        layer = self.layers[0]
-        if (views := can_attend(self.layout, layer.impl)) is None:
+        layers = self.layers
+        if (views := can_attend(self.layout, layers)) is None:
             return
-        compile_attention(views, layer)
+        compile_attention(views, layers)
+        layer = next(layer for layer in layers if layer.sliding_window is None)
         self._groups_rows = can_group_rows(layer, views)
         if self.capabilities.ranks > 1:  # what ranks say to each other is not recorded
             return
@@ -248,13 +250,13 @@ class StockModel:
 
         def run_kernel(rows: Rows, queries: Tensor) -> Tensor:
             parts = count_recorded_parts(rows, layer)
-            return run(rows, queries, attend_scattered(rows.positions, rows.context, views, layer.impl, parts))
+            return run(rows, queries, attend_scattered(rows.positions, rows.context, views, layers, parts))
 
         def run_groups(rows: Rows, queries: Tensor) -> Tensor:
-            return run(rows, queries, attend_in_recorded_groups(rows, views, layer.impl))
+            return run(rows, queries, attend_in_recorded_groups(rows, views, layers))
 
         runs = {"kernel": run_kernel} | ({"groups": run_groups} if self._groups_rows else {})
-        sizes = (len(self.layers), layer.num_heads, layer.head_size)
+        sizes = (len(layers), layer.num_heads, layer.head_size)
         longest = int(self._config.model_config.max_model_len)
         self._recorded = RecordedPasses(runs, longest, sizes, like=self._caches[0])
         try:
@@ -335,6 +337,19 @@ class StockModel:
         )
 
 
+def find_windowed(layers: Sequence[Any]) -> frozenset[int]:
+    """The layers with a sliding window; raises where layers differ in more than our passes can do.
+
+    A pass describes its rows to vLLM's backend once for all layers, and the gate looks at what full layers ask for.
+    """
+    if len({layer.get_attn_backend() for layer in layers}) > 1:
+        raise SemBlendError("the layers attend by several backends", hint="such models run without reuse")
+    windowed = frozenset(number for number, layer in enumerate(layers) if getattr(layer, "sliding_window", None))
+    if len(windowed) == len(layers):
+        raise SemBlendError("no layer has full attention", hint="such models run without reuse")
+    return windowed
+
+
 def check_caches(names: Sequence[str], caches: Sequence[Tensor], layers: Sequence[Any]) -> None:
     """Raise where the caches are not one plain tensor a layer; the scheduler's side cannot see that.
 
@@ -354,7 +369,7 @@ def read_layer_spec(group: Any, names: Sequence[str]) -> Any:
     if specs is None:
         return group.kv_cache_spec
     first, *others = (specs[name] for name in names)
-    if any(one != first for one in others):
+    if any((one.block_size, one.page_size_bytes) != (first.block_size, first.page_size_bytes) for one in others):
         raise SemBlendError("the layers have caches of different sizes", hint="such models run without reuse")
     return first
 

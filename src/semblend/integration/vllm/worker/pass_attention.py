@@ -2,7 +2,8 @@
 
 vLLM reaches a layer's attention through ``layer.impl``, in eager and in compiled models alike. For the time of a pass
 that is one of these: it tells the observer what the layer is about to write and to look for, and it computes attention
-by vLLM's own implementation or, for scattered rows, by our kernel.
+by vLLM's own implementation or, for scattered rows, by our kernel. Layers may differ: one with a window begins each
+row at its own first key, and a sink is mass that a row has before it sees any key.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from semblend.materialize.kv.layout import KvLayout, LatentLayout, copy_to_devic
 log = logging.getLogger("vllm.semblend")
 Attend = Callable[[int, Tensor], Tensor]
 """``(layer, queries [n, heads, d]) -> [n, heads, d]``."""
+Layers = Sequence[Any]
+"""vLLM's attention modules, bottom up."""
 
 GROUP_ROWS = 128
 MIN_ROWS = 512
@@ -46,7 +49,7 @@ def can_group_rows(layer: Any, views: KvLayout) -> bool:
     Tried once, when the engine starts, on keys and values drawn at random.
     """
     impl = layer.impl
-    if getattr(impl, "vllm_flash_attn_version", None) != 3 or impl.sliding_window != (-1, -1):
+    if getattr(impl, "vllm_flash_attn_version", None) != 3 or impl.sliding_window != (-1, -1) or not _sees_all(layer):
         return False
     try:
         off = _measure_error(layer, views)
@@ -72,10 +75,10 @@ def _measure_error(layer: Any, views: KvLayout) -> float:
     context = torch.arange(blocks * size, device=views.device).view(blocks, size).flip(0).flatten()
     every_third, two_groups = torch.arange(0, blocks * size, 3), torch.arange(2 * GROUP_ROWS)
 
-    def compare(attend: Callable[[Rows, KvLayout, Any], Attend], at: Tensor) -> float:
+    def compare(attend: Callable[[Rows, KvLayout, Layers], Attend], at: Tensor) -> float:
         rows, q = Rows.of(at, at, context), draw(len(at), layer.num_heads, layer.head_size)
         ours = scattered_attention(q, rows.positions, rows.context, k, v, layer.impl.scale)
-        return float((attend(rows, made, layer.impl)(0, q) - ours).abs().max())
+        return float((attend(rows, made, [layer])(0, q) - ours).abs().max())
 
     return max(
         compare(attend_in_groups, every_third),
@@ -93,7 +96,7 @@ class _Groups:
     first: Tensor
 
 
-def attend_in_groups(rows: Rows, views: KvLayout, impl: Any) -> Attend:
+def attend_in_groups(rows: Rows, views: KvLayout, layers: Layers) -> Attend:
     """Attention of these rows in a layer; as the kernel alone, but for rounding."""
     backwards = rows.host_positions.numpy()[::-1]
     cuts = np.append(np.arange(0, len(backwards), GROUP_ROWS), len(backwards))
@@ -102,10 +105,10 @@ def attend_in_groups(rows: Rows, views: KvLayout, impl: Any) -> Attend:
         copy_to_device(torch.from_numpy(values.astype(np.int32)), rows.context.device)
         for values in (cuts, seen, np.repeat(seen, np.diff(cuts))[::-1])
     )
-    return _attend(rows, views, impl, _Groups(cuts_there, seen_there, int(seen[0]), first))
+    return _attend(rows, views, layers, _Groups(cuts_there, seen_there, int(seen[0]), first))
 
 
-def attend_in_recorded_groups(rows: Rows, views: KvLayout, impl: Any) -> Attend:
+def attend_in_recorded_groups(rows: Rows, views: KvLayout, layers: Layers) -> Attend:
     """The same for a pass that is recorded: where rows stand is read on the device, when it runs.
 
     As many rows as whole groups have.
@@ -113,30 +116,31 @@ def attend_in_recorded_groups(rows: Rows, views: KvLayout, impl: Any) -> Attend:
     cuts = torch.arange(0, len(rows) + 1, GROUP_ROWS, dtype=torch.int32, device=rows.context.device)
     seen = (rows.positions.flip(0)[GROUP_ROWS - 1 :: GROUP_ROWS] + 1).to(torch.int32)
     first = seen.repeat_interleave(GROUP_ROWS).flip(0)
-    return _attend(rows, views, impl, _Groups(cuts, seen, len(rows.context), first))
+    return _attend(rows, views, layers, _Groups(cuts, seen, len(rows.context), first))
 
 
-def _attend(rows: Rows, views: KvLayout, impl: Any, groups: _Groups) -> Attend:
+def _attend(rows: Rows, views: KvLayout, layers: Layers, groups: _Groups) -> Attend:
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
     from semblend.materialize.kv.attention_kernels import Attended, scattered_attention
 
-    size = views.block_tokens
+    size, by_kernel = views.block_tokens, attend_scattered(rows.positions, rows.context, views, layers)
     named = {
         "max_seqlen_q": GROUP_ROWS,
         "cu_seqlens_q": groups.cuts,
         "max_seqlen_k": groups.most,
         "seqused_k": groups.seen,
         "block_table": (rows.context[::size] // size).to(torch.int32).repeat(len(groups.seen), 1),
-        "softmax_scale": impl.scale,
         "causal": False,
         "return_softmax_lse": True,
-        "fa_version": impl.vllm_flash_attn_version,
     }
 
     def attend(layer: int, q: Tensor) -> Tensor:
-        k, v = views.k[layer], views.v[layer]
-        far = Attended(groups.first, *flash_attn_varlen_func(q=q.flip(0), k=k, v=v, **named))
+        if not _sees_all(layers[layer]):
+            return by_kernel(layer, q)
+        k, v, impl = views.k[layer], views.v[layer], layers[layer].impl
+        theirs = {"softmax_scale": impl.scale, "fa_version": impl.vllm_flash_attn_version}
+        far = Attended(groups.first, *flash_attn_varlen_func(q=q.flip(0), k=k, v=v, **named, **theirs))
         return scattered_attention(q, rows.positions, rows.context, k, v, impl.scale, after=far)
 
     return attend
@@ -149,36 +153,67 @@ SHORT_RUN = 16
 """Rows in a run, on average, below which our kernel reads less of the context than a backend that goes run by run."""
 
 
-def can_attend(layout: Layout, impl: Any) -> KvLayout | None:
-    """The views that our kernel reads, where it runs and computes what ``impl`` does; None elsewhere."""
+def can_attend(layout: Layout, layers: Layers) -> KvLayout | None:
+    """The views that our kernel reads, where it runs and computes what these layers do; None elsewhere."""
     if layout.device.type != "cuda" or isinstance(layout, LatentLayout):
         return None
-    if impl.alibi_slopes is not None or impl.logits_soft_cap:
-        return None
-    return layout.views if getattr(impl, "sinks", None) is None else None
+    for layer in layers:
+        if layer.impl.alibi_slopes is not None or layer.impl.logits_soft_cap:
+            return None
+    return layout.views
 
 
-def choose_attention(rows: Rows, layout: Layout, impl: Any, *, grouped: bool) -> Attend | None:
+def choose_attention(rows: Rows, layout: Layout, layers: Layers, *, grouped: bool) -> Attend | None:
     """Our kernel for these rows; None where it cannot, or where the backend serves them better.
 
     ``grouped``: where there are many, the backend's FlashAttention does most of it.
     """
-    if len(rows) >= SHORT_RUN * len(rows.runs) or (views := can_attend(layout, impl)) is None:
+    if len(rows) >= SHORT_RUN * len(rows.runs) or (views := can_attend(layout, layers)) is None:
         return None
     if grouped and len(rows) >= MIN_ROWS:
-        return attend_in_groups(rows, views, impl)
-    return attend_scattered(rows.positions, rows.context, views, impl)
+        return attend_in_groups(rows, views, layers)
+    return attend_scattered(rows.positions, rows.context, views, layers)
 
 
 def attend_scattered(
-    positions: Tensor, context: Tensor, views: KvLayout, impl: Any, parts: int | None = None
+    positions: Tensor, context: Tensor, views: KvLayout, layers: Layers, parts: int | None = None
 ) -> Attend:
     """Our kernel for rows at these positions; it looks at them on the device, when it runs.
 
     ``parts``: into so many the context is cut, for programs side by side; chosen from the shapes unless given.
     """
     attention = _kernel()
-    return lambda layer, q: attention(q, positions, context, views.k[layer], views.v[layer], impl.scale, parts=parts)
+
+    def attend(layer: int, q: Tensor) -> Tensor:
+        k, v, scale = views.k[layer], views.v[layer], layers[layer].impl.scale
+        after = None if _sees_all(layers[layer]) else begin_rows(layers[layer], positions, q)
+        found: Tensor = attention(q, positions, context, k, v, scale, parts=parts, after=after)
+        return found
+
+    return attend
+
+
+def _sees_all(layer: Any) -> bool:
+    """Whether a row of this layer attends to every key up to its own, and to nothing else."""
+    return layer.sliding_window is None and getattr(layer.impl, "sinks", None) is None
+
+
+NOTHING = -1e30
+"""The logarithm of no mass at all; a kernel that adds parts up needs a finite one."""
+
+
+def begin_rows(layer: Any, positions: Tensor, q: Tensor) -> Any:
+    """What rows start from in a layer with a window or sinks: their first keys, and the mass of a sink, which has no
+    value (`attention_kernels.Attended`)."""
+    from semblend.materialize.kv.attention_kernels import Attended
+
+    first, sinks = torch.zeros_like(positions), getattr(layer.impl, "sinks", None)
+    if layer.sliding_window is not None:
+        first = (positions - layer.sliding_window + 1).clamp_min(0)
+    mass = torch.full_like(q[:, :, 0].T, NOTHING, dtype=torch.float32)
+    if sinks is not None:
+        mass.copy_(sinks[:, None])
+    return Attended(first.to(torch.int32), torch.zeros_like(q), mass)
 
 
 def _kernel() -> Any:
@@ -194,15 +229,18 @@ def count_recorded_parts(rows: Rows, layer: Any) -> int:
     return recorded_parts(len(rows), layer.num_heads, layer.num_kv_heads, len(rows.context))
 
 
-def compile_attention(views: KvLayout, layer: Any) -> None:
+def compile_attention(views: KvLayout, layers: Layers) -> None:
     """Runs our kernels in all variants: few rows and many, the context in one part and in several; and the mass."""
     from semblend.materialize.kv.attention_kernels import measure_question_mass
 
     nothing = torch.zeros(4096, dtype=torch.int64, device=views.device)
-    q = torch.zeros(len(nothing), layer.num_heads, layer.head_size, dtype=views.dtype, device=views.device)
+    shape = (len(nothing), layers[0].num_heads, layers[0].head_size)
+    q = torch.zeros(shape, dtype=views.dtype, device=views.device)
+    kinds = {_sees_all(layer): number for number, layer in enumerate(layers)}
     for count in (2, len(nothing)):
         for parts in (1, 2):
-            _kernel()(q[:count], nothing[:count], nothing, views.k[0], views.v[0], layer.impl.scale, parts=parts)
+            for number in kinds.values():
+                attend_scattered(nothing[:count], nothing, views, layers, parts)(number, q[:count])
     measure_question_mass(q[:2].expand(views.layers, -1, -1, -1).contiguous(), nothing, views)
 
 

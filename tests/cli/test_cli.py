@@ -291,6 +291,63 @@ def test_doctor_finds_this_installation_sound(capsys: Output) -> None:
     assert "self test" in capsys.readouterr().out
 
 
+WINDOWED = {
+    "model_type": "gemma3_text",
+    "architectures": ["Gemma3ForCausalLM"],
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "hidden_size": 640,
+    "head_dim": 256,
+    "sliding_window": 512,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "max_position_embeddings": 32768,
+}
+LATENT = {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": 61}
+LATENT |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "max_position_embeddings": 4096}
+PLAIN = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 28, "vocab_size": 1000}
+PLAIN |= {"hidden_size": 1536, "num_attention_heads": 12, "num_key_value_heads": 2, "intermediate_size": 64}
+PLAIN |= {"max_position_embeddings": 32768, "rope_theta": 1e6}
+
+
+@pytest.mark.parametrize(
+    ("config", "kv", "said"),
+    [
+        (PLAIN, "28 KiB", dict.fromkeys(("vllm", "sglang", "transformers", "embedded"), "served")),
+        (WINDOWED, "2 KiB", {"vllm": "with --disable-hybrid-kv-cache-manager", "transformers": "sliding window"}),
+        (LATENT, "69 KiB", {"vllm": "served", "sglang": "never looked at", "transformers": "latents"}),
+        (PLAIN | {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}, "28 KiB", {"vllm": "never served"}),
+        ({"text_config": PLAIN, "architectures": ["SomeVLM"], "model_type": "some"}, "28 KiB", {"vllm": "SomeVLM"}),
+        ({"text_config": PLAIN, "architectures": ["Qwen2_5_VLForConditionalGeneration"]}, "28", {"vllm": "served"}),
+    ],
+)
+def test_doctor_says_of_a_models_config_which_engines_serve_it(
+    config, kv, said, tmp_path: Path, capsys: Output
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["doctor", "--json", str(tmp_path)]) == 0
+    found = {check["name"]: check["detail"] for check in json.loads(capsys.readouterr().out)["checks"]}
+    assert kv in found["type"]
+    for engine, words in said.items():
+        assert words in found[engine], found
+        assert found[engine].startswith("served" if "with" in words or words == "served" else "declined: ")
+
+
+def test_doctor_names_the_thresholds_of_a_model_that_was_measured(tmp_path: Path, capsys: Output) -> None:
+    folder = tmp_path / "Qwen2.5-Coder-1.5B-Instruct"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(PLAIN))
+    assert main(["doctor", str(folder / "config.json")]) == 0
+    assert "measured: thresholds of qwen2.5-coder-1.5b" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "{", '{"vocab_size": 5}'])
+def test_doctor_says_what_to_name_where_a_file_describes_no_model(text: str, tmp_path: Path, capsys: Output) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert main(["doctor", str(tmp_path)]) == 2
+    assert "hint: " in capsys.readouterr().err
+
+
 def test_doctor_reports_a_broken_setting_and_fails(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
     monkeypatch.setenv("SEMBLEND_MAX_DONORS", "many")
     assert main(["doctor"]) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import re
@@ -10,9 +11,11 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from semblend._version import __version__
@@ -49,12 +52,24 @@ class Check:
 
 def add(commands: Commands) -> None:
     for name, command in (("version", show_version), ("doctor", run)):
-        add_command(commands, name, command).add_argument("--json", action="store_true", help="print JSON")
+        parser = add_command(commands, name, command)
+        parser.add_argument("--json", action="store_true", help="print JSON")
+        if command is run:
+            parser.add_argument(
+                "config",
+                nargs="?",
+                metavar="CONFIG",
+                help="a model's config.json or its folder: say which engines serve it, and check nothing else",
+            )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check this installation: versions, kernels, engines, GPU, memory, models, settings; and say what to run next."""
-    checks = [check for look in LOOKS for check in _look(look)]
+    """Check this installation: versions, kernels, engines, GPU, memory, models, settings; and say what to run next.
+
+    With a model's config.json: which engines serve that model, and why others do not.
+    """
+    looks = LOOKS if args.config is None else (partial(_model, read_model_config(args.config), args.config),)
+    checks = [check for look in looks for check in _look(look)]
     worst = Status.FAIL if any(check.status is Status.FAIL for check in checks) else Status.OK
     if args.json:
         print_json({"status": str(worst), "checks": [asdict(check) for check in checks]})
@@ -68,7 +83,7 @@ def _look(look: Callable[[], Iterator[Check]]) -> Iterator[Check]:
     try:
         yield from look()
     except Exception as error:
-        what = look.__name__.strip("_").replace("_", " ")
+        what = getattr(look, "__name__", "model").strip("_").replace("_", " ")
         detail = f"could not be looked at: {type(error).__name__}: {error}".splitlines()[0]
         yield Check(what, what, Status.WARN, detail, "please report this with the output of doctor --json")
 
@@ -91,6 +106,98 @@ def render(checks: list[Check]) -> str:
     warned = sum(check.status is Status.WARN for check in checks)
     parts.append(f"{failed} failed, {warned} to look at" if failed or warned else "all is well")
     return "\n\n".join(parts)
+
+
+# -- a model ---------------------------------------------------------------------------------------------------------
+
+
+def read_model_config(path: str) -> dict[str, Any]:
+    """A model's config.json, named itself or by its folder."""
+    from semblend.errors import InputError
+
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file} cannot be read: {error}", hint="name a model's config.json or its folder") from None
+    if not isinstance(found, dict) or not ("model_type" in found or "architectures" in found):
+        raise InputError(f"{file} describes no model", hint="it needs model_type and architectures")
+    return found
+
+
+def _model(config: Mapping[str, Any], path: str) -> Iterator[Check]:
+    """What a config says; an engine's own settings may decline it all the same, and its log says so."""
+    from semblend.materialize.gate.thresholds import find_known
+
+    text = config.get("text_config") or config
+    place = Path(path).resolve()
+    name = str(config.get("_name_or_path") or (place if place.is_dir() else place.parent).name)
+    yield Check("model", "type", Status.OK, f"{text.get('model_type')}, {_describe_kv(text)}")
+    for engine, look in MODEL_LOOKS.items():
+        why, how = look(config)
+        if why is None:
+            yield Check("model", engine, Status.OK, f"served{how}")
+        else:
+            yield Check("model", engine, Status.WARN, f"declined: {why}")
+    known = find_known(name)
+    measured = f"measured: thresholds of {known[0]}" if known else "not measured: default thresholds decide"
+    hint = "" if known else "semblend calibrate measures a model"
+    yield Check("model", "quality", Status.OK if known else Status.NOTE, measured, hint)
+
+
+def _describe_kv(text: Mapping[str, Any]) -> str:
+    def read(name: str) -> int:
+        return int(text.get(name) or 0)
+
+    heads = read("num_key_value_heads") or read("num_attention_heads")
+    size = read("head_dim") or read("hidden_size") // max(1, read("num_attention_heads"))
+    width = read("kv_lora_rank") + read("qk_rope_head_dim") if read("kv_lora_rank") else 2 * heads * size
+    found = 2 * width * read("num_hidden_layers") / 1024
+    return f"{found:,.0f} KiB of KV a token in 16 bits" if found else "of unknown KV size"
+
+
+def _ask_vllm(config: Mapping[str, Any]) -> tuple[str | None, str]:
+    from semblend.integration.vllm.refusals import refuse_config
+
+    text = config.get("text_config") or config
+    windowed = "sliding_attention" in (text.get("layer_types") or ())
+    return refuse_config(config), ", with --disable-hybrid-kv-cache-manager" if windowed else ""
+
+
+def _ask_sglang(config: Mapping[str, Any]) -> tuple[str | None, str]:
+    from semblend.integration.sglang.start import MODELS
+    from semblend.materialize.kv.rope import refusal
+
+    kind = next(iter(config.get("architectures") or ()), "a model without a class")
+    return (refusal(config) if kind in MODELS else f"{kind} was never looked at"), ""
+
+
+def _ask_transformers(config: Mapping[str, Any]) -> tuple[str | None, str]:
+    from semblend.integration.transformers.refusals import SERVED_TYPES
+    from semblend.materialize.kv.rope import refusal
+
+    kind = config.get("model_type")
+    return refusal(config) or (None if kind in SERVED_TYPES else f"model type {kind!r} was never run"), ""
+
+
+def _ask_embedded(config: Mapping[str, Any]) -> tuple[str | None, str]:
+    from semblend.engine.model.spec import ModelSpec
+    from semblend.errors import InputError
+
+    try:
+        ModelSpec.from_hf_config(config)
+    except InputError as error:
+        return error.message, ""
+    return None, ""
+
+
+MODEL_LOOKS: dict[str, Callable[[Mapping[str, Any]], tuple[str | None, str]]] = {
+    "vllm": _ask_vllm, "sglang": _ask_sglang, "transformers": _ask_transformers, "embedded": _ask_embedded,
+}  # fmt: skip
+"""Of each engine, why it declines a model; or how it is served."""
+
+
+# -- this installation -------------------------------------------------------------------------------------------------
 
 
 def _base() -> Iterator[Check]:

@@ -16,6 +16,7 @@ from semblend.integration.vllm.plugin import CONNECTOR
 from semblend.integration.vllm.source_check import missing, missing_for_offloading
 from semblend.integration.vllm.worker.latents import keeps_latents
 from semblend.integration.vllm.worker.model_access import read_rope_config
+from semblend.materialize.kv.rope import read_for_text
 from semblend.materialize.kv.rope import refusal as rope_refusal
 
 LOADS_AHEAD = frozenset(
@@ -37,6 +38,12 @@ NEVER_RECURRENT = (
     "and cannot be moved to another place, so such models are never served; `semblend estimate`, `semblend arrange` "
     "and the router still help"
 )
+RECURRENT = (
+    *("mamba_d_state", "mamba_n_heads", "ssm_state_size", "conv_L_cache", "linear_attn_config"),
+    *("linear_num_key_heads", "hybrid_override_pattern", "hybrid_layer_pattern_linear"),
+)
+"""Fields of a config that only models with recurrent layers have."""
+IN_CHUNKS = "some layers attend within chunks, which begin at other tokens where a passage has moved"
 MOVABLE_TYPES = ("auto", "float32", "float16", "bfloat16", "half")
 
 
@@ -67,6 +74,25 @@ def refusal(vllm_config: Any, kv_cache_config: Any, version: str, package: Path)
         ),
     )
     return next((why for check in checks if (why := check())), None)
+
+
+def refuse_config(config: Mapping[str, Any]) -> str | None:
+    """Why no engine of a model with this ``config.json`` is served, as far as a config says; None where it may be.
+
+    >>> refuse_config({"model_type": "jamba", "mamba_d_state": 16}) == NEVER_RECURRENT
+    True
+    """
+    text, architecture = config.get("text_config") or config, next(iter(config.get("architectures") or ()), "")
+    kinds = " ".join(map(str, text.get("layer_types") or ()))
+    if any(text.get(name) for name in RECURRENT) or any(kind in kinds for kind in ("linear", "mamba", "conv")):
+        return NEVER_RECURRENT
+    if text is not config and architecture not in READ_TEXT_PLAINLY:
+        return _explain_images(architecture)
+    if why := _refuse_layers(text):
+        return why
+    if "chunked" in kinds or text.get("attention_chunk_size"):
+        return IN_CHUNKS
+    return rope_refusal(read_for_text(text), by_layer=True, latents=bool(text.get("kv_lora_rank")))
 
 
 def find_multi_connector() -> Any:
@@ -186,14 +212,22 @@ def _refuse_draft(speculative: Any) -> str | None:
 
 def _refuse_model(model: Any) -> str | None:
     if getattr(model, "is_multimodal_model", False) and model.architecture not in READ_TEXT_PLAINLY:
-        return f"how {model.architecture}, a class for images or sound, computes text while they are there is not known"
+        return _explain_images(model.architecture)
     if getattr(model, "enable_sleep_mode", False) or getattr(model, "enable_cumem_allocator", False):
         return "sleep mode takes away what was allocated beside the KV cache, donors and recorded passes too"
-    if getattr(model.hf_text_config, "index_topk", None):
+    return _refuse_layers(vars(model.hf_text_config))
+
+
+def _refuse_layers(text: Mapping[str, Any]) -> str | None:
+    if text.get("index_topk"):
         return "sparse attention chooses tokens by an indexer's keys (index_topk), which lie beside the KV of donors"
-    if getattr(model.hf_text_config, "num_kv_shared_layers", 0):
+    if text.get("num_kv_shared_layers"):
         return "layers share the KV of other layers, and a donor would hold it twice or not at all"
     return None
+
+
+def _explain_images(architecture: str) -> str:
+    return f"how {architecture}, a class for images or sound, computes text while they are there is not known"
 
 
 def _refuse_cache(vllm_config: Any, groups: Any) -> str | None:
@@ -218,7 +252,7 @@ def _refuse_groups(vllm_config: Any, groups: Sequence[Any]) -> str | None:
     if any(kind.__name__ == "MambaSpec" for spec in specs for kind in type(spec).__mro__):
         return NEVER_RECURRENT
     if any(getattr(spec, "attention_chunk_size", None) for spec in specs):
-        return "some layers attend within chunks, which begin at other tokens where a passage has moved"
+        return IN_CHUNKS
     is_one_kind = drafts or not hasattr(groups[0].kv_cache_spec, "kv_cache_specs")  # a draft's may be of another size
     if len(groups) == 1 and is_one_kind and kinds == {"FullAttentionSpec"}:
         return None

@@ -38,8 +38,16 @@ VLLM: tuple[Feature, ...] = (
     Feature(
         "full attention with rotary positions (Llama, Qwen, Mistral without a window, …)",
         SupportLevel.YES,
-        "float32, bfloat16 and float16",
+        "float32, bfloat16 and float16. The families whose keys we know how to move, each held against its own model "
+        "in transformers, are a table: FAMILIES in src/semblend/materialize/kv/rope.py",
         f"{_VLLM_ENGINES}/test_reuse.py",
+    ),
+    Feature(
+        "models with experts (Qwen3-MoE, Mixtral, OLMoE, Granite MoE, GLM-4.5, MiniMax-M2)",
+        SupportLevel.YES,
+        "small ones with random weights run in the tests; they route by softmax there, but for GLM. Expert parallel is "
+        "not looked at: with tensor parallel alone all ranks make each pass together",
+        f"{_VLLM_ENGINES}/test_families.py",
     ),
     Feature(
         "quantised weights",
@@ -98,9 +106,18 @@ VLLM: tuple[Feature, ...] = (
         _VLLM_START,
     ),
     Feature(
-        "vision and audio models",
+        "text in models that read images: Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Mistral Small 3, Pixtral, LLaVA, GLM-4.1V "
+        "and GLM-4.5V",
+        SupportLevel.YES,
+        "a request with an image is computed without us and becomes no donor. Qwen3-VL and Mistral3 with random "
+        "weights run in the tests, beside requests with images too (they need torchvision); Qwen2-VL, Qwen2.5-VL and "
+        "GLM-4.1V ran once; Pixtral, LLaVA, Qwen3-VL with experts and GLM-4.5V were read. Only eager, on a CPU",
+        f"{_VLLM_ENGINES}/test_families.py",
+    ),
+    Feature(
+        "other models for images or sound",
         SupportLevel.NO,
-        "with M-RoPE or without: they compute from embeddings, which token ids do not determine",
+        "what a class keeps in the model while a step runs has to be known. Gemma 3 and Llama 4 have windows or chunks",
         _VLLM_START,
     ),
     Feature(

@@ -50,7 +50,7 @@ from semblend.materialize.kv.layout import KvLayout, LatentLayout, copy_to_devic
 from semblend.materialize.kv.rope import RopeSpec, read_for_text
 
 log = logging.getLogger("vllm.semblend")
-_DEEPSTACK = "deepstack_input_embeds"
+_DEEPSTACK, _DEEPSTACK_TOKENS = "deepstack_input_embeds", "deepstack_input_embeds_num_tokens"
 Quiet = Callable[[], Any]
 """Makes a context in which the connector's own layer hooks do nothing."""
 
@@ -87,9 +87,7 @@ class ModelInputs:
 
         vLLM prepares a step's inputs, calls us, and then runs the step.
         """
-        return bool(getattr(self._model, _DEEPSTACK, None)) and bool(
-            getattr(self._model, f"{_DEEPSTACK}_num_tokens", 1)
-        )
+        return bool(getattr(self._model, _DEEPSTACK, None)) and getattr(self._model, _DEEPSTACK_TOKENS, None) != 0
 
     @contextmanager
     def of_text(self, rows: Rows) -> Iterator[dict[str, Any]]:
@@ -104,14 +102,15 @@ class ModelInputs:
         if embedded is None or not self.holds_images:
             yield inputs
             return
-        kept = {name: getattr(self._model, name, None) for name in (_DEEPSTACK, f"{_DEEPSTACK}_num_tokens")}
-        setattr(self._model, _DEEPSTACK, [torch.zeros_like(embedded)] * len(kept[_DEEPSTACK]))
-        setattr(self._model, f"{_DEEPSTACK}_num_tokens", 0)
+        kept: list[Tensor] = getattr(self._model, _DEEPSTACK)
+        tokens_kept = getattr(self._model, _DEEPSTACK_TOKENS, None)
+        setattr(self._model, _DEEPSTACK, [torch.zeros_like(embedded)] * len(kept))
+        setattr(self._model, _DEEPSTACK_TOKENS, 0)
         try:
             yield inputs
         finally:
-            for name, value in kept.items():
-                setattr(self._model, name, value)
+            setattr(self._model, _DEEPSTACK, kept)
+            setattr(self._model, _DEEPSTACK_TOKENS, tokens_kept)
 
     def _place(self, positions: Tensor) -> Tensor:
         """The same position on all axes, in memory that stays, for recorded passes."""

@@ -65,8 +65,8 @@ VLLM: tuple[Feature, ...] = (
     Feature(
         "models with recurrent layers (Mamba, linear attention, short convolutions)",
         SupportLevel.NO,
-        "never: a recurrent state sums up all tokens in front of it and cannot be moved. `semblend estimate`, `semblend "
-        "arrange` and the router still help. Answers, prefix hits and blocks are as without a connector",
+        "never: a recurrent state sums up all tokens in front of it and cannot be moved. `semblend estimate`, "
+        "`semblend arrange` and the router still help. Answers, prefix hits and blocks are as without a connector",
         f"{_VLLM_ENGINES}/test_as_without_us.py",
     ),
     Feature(
@@ -106,16 +106,16 @@ VLLM: tuple[Feature, ...] = (
     Feature(
         "speculative decoding (n-gram, suffix, Medusa, MLP speculators, draft models, EAGLE, MTP)",
         SupportLevel.YES,
-        "the served model checks every guess, so answers are those without speculation. Donors hold no KV of a draft: it "
-        "guesses worse on a prompt that was loaded. n-gram, a draft model, EAGLE, EAGLE 3 and MTP ran on a CPU; suffix "
-        "needs arctic-inference and was read, as were the others; no GPU and no model runner V2",
+        "the served model checks every guess, so answers are those without speculation. Donors hold no KV of a draft: "
+        "it guesses worse on a prompt that was loaded. n-gram, a draft model, EAGLE, EAGLE 3 and MTP ran on a CPU; "
+        "suffix needs arctic-inference and was read, as were the others; no GPU and no model runner V2",
         f"{_VLLM_ENGINES}/test_speculation.py",
     ),
     Feature(
         "parallel drafting (DFlash, DSpark, P-EAGLE, PARD), chains of MTP modules, other ways of speculation",
         SupportLevel.NO,
-        "their guesses lie in the prompt's blocks in layouts of their own, or its last tokens are computed again after we "
-        "may have copied them; a draft in a KV cache group of its own is declined too",
+        "their guesses lie in the prompt's blocks in layouts of their own, or its last tokens are computed again after "
+        "we may have copied them; a draft in a KV cache group of its own is declined too",
         _VLLM_START,
     ),
     Feature("pipeline parallel", SupportLevel.NO, "no rank has all layers, and a pass of ours needs them", _VLLM_START),

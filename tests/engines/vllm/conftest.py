@@ -149,7 +149,9 @@ class World:
 
         def load(orders: Any) -> None:
             layout = self.worker._model.layout
-            served[:] = orders.served  # they are told, and gone from the orders, before an engine that speculates captures
+            served[:] = (
+                orders.served
+            )  # they are told, and gone from the orders, before an engine that speculates captures
             for order in orders.loads:
                 self.loads.append(order)
                 # Freed blocks may still hold the right KV, which would prove nothing.

@@ -27,7 +27,12 @@ def write_draft(method: str, folder: Path, target: Path) -> tuple[str, dict[str,
     A draft model is the target itself, so that nearly all that it says is accepted where it has seen the prompt.
     """
     if method == "ngram":
-        return str(target), {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+        return str(target), {
+            "method": "ngram",
+            "num_speculative_tokens": 4,
+            "prompt_lookup_max": 3,
+            "prompt_lookup_min": 1,
+        }
     if method == "draft_model":
         return str(target), {"method": method, "model": str(target), "num_speculative_tokens": 3}
     config = json.loads((target / "config.json").read_text())
@@ -71,4 +76,6 @@ def write_draft(method: str, folder: Path, target: Path) -> tuple[str, dict[str,
 
 def _write(folder: Path, config: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: weight.contiguous() for name, weight in weights.items()}, folder / "model.safetensors", {"format": "pt"}
+    )

@@ -200,7 +200,9 @@ def test_a_conversation_goes_on_from_what_was_answered_on_moved_kv(world):
     later = words + world.question("And then?")
     (second,) = world.ask(later, tokens=LONG)
     drops = world.scheduler.use_eagle_block_drop
-    assert second.num_cached_tokens == (len(words) - 1) // 32 * 32 - 32 * drops, "vLLM computes a draft's last block anew"
+    assert second.num_cached_tokens == (len(words) - 1) // 32 * 32 - 32 * drops, (
+        "vLLM computes a draft's last block anew"
+    )
     assert "earlier prompt" in world.receipt(second)["detail"]
     (exact,) = world.ask(later, tokens=LONG, opt_out=True)
     assert exact.num_cached_tokens <= world.audited(turn)["spans"][0]["target_start"]
@@ -267,7 +269,9 @@ def test_a_preempted_answer_goes_on_exactly(world):
     cold = world.cold(target, tokens=LONG)
     keep(world, donor)
     engine = world.llm.llm_engine
-    engine.add_request("preempted", {"prompt_token_ids": target}, SamplingParams(temperature=0, max_tokens=LONG, ignore_eos=True))
+    engine.add_request(
+        "preempted", {"prompt_token_ids": target}, SamplingParams(temperature=0, max_tokens=LONG, ignore_eos=True)
+    )
     for _ in range(6):
         engine.step()
     with contextlib.suppress(RuntimeError):  # blocks of a step under way are freed later; it is preempted all the same

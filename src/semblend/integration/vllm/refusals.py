@@ -23,11 +23,11 @@ LOADS_AHEAD = frozenset(
 )
 """Connectors of vLLM that load before a request is scheduled: what fails to load is computed, and nothing builds on it.
 With a load in the request's own step and asynchronous scheduling vLLM answers with wrong tokens in that case."""
-DRAFTS = frozenset("ngram ngram_gpu suffix medusa mlp_speculator draft_model eagle eagle3 mtp".split())  # noqa: SIM905
+DRAFTS = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator", "draft_model", "eagle", "eagle3", "mtp")
 NEVER_RECURRENT = (
     "some layers keep a recurrent state (Mamba, linear attention) in place of KV: it sums up all tokens in front of it "
-    "and cannot be moved to another place, so such models are never served; `semblend estimate`, `semblend arrange` and "
-    "the router still help"
+    "and cannot be moved to another place, so such models are never served; `semblend estimate`, `semblend arrange` "
+    "and the router still help"
 )
 MOVABLE_TYPES = ("auto", "float32", "float16", "bfloat16", "half")
 

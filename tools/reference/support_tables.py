@@ -140,8 +140,8 @@ VLLM: tuple[Feature, ...] = (
         "speculative decoding (n-gram, suffix, Medusa, MLP speculators, draft models, EAGLE, MTP)",
         SupportLevel.YES,
         "the served model checks every guess, so answers are those without speculation. Donors hold no KV of a draft: "
-        "it guesses worse on a prompt that was loaded. n-gram, a draft model, EAGLE, EAGLE 3 and MTP ran on a CPU; suffix "
-        "needs arctic-inference and was read, as were the others; no GPU and no model runner V2",
+        "it guesses worse on a prompt that was loaded. n-gram, a draft model, EAGLE, EAGLE 3 and MTP ran on a CPU; "
+        "suffix needs arctic-inference and was read, as were the others; no GPU and no model runner V2",
         f"{_VLLM_ENGINES}/test_speculation.py",
     ),
     Feature(

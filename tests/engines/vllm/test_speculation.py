@@ -17,7 +17,7 @@ from test_reuse import worst
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 METHODS = ("ngram", "draft_model", "eagle3", "mtp")
 AHEAD = "eagle3, scheduled ahead"
-LONG = 40
+LONG = 24
 
 
 def tokens_of(output):
@@ -175,7 +175,7 @@ def test_what_is_reused_is_answered_as_without_speculation(world, plain, mode):
 
 def test_a_donor_with_its_answer_holds_what_a_prefill_of_it_computes(world):
     prompts = [world.instruction(number) + world.document(320 + number, 12) + world.question() for number in (1, 2)]
-    outputs = [keep(world, prompt, 150) for prompt in prompts]
+    outputs = [keep(world, prompt, 100) for prompt in prompts]
     held = {donor.donor_id: donor for donor in world.half.semblend.donors()}
     for prompt, output in zip(prompts, outputs, strict=True):
         words = prompt + tokens_of(output)
@@ -210,6 +210,7 @@ def test_a_conversation_goes_on_from_what_was_answered_on_moved_kv(world):
     assert not [event for event in world.events if event.kind == "error"]
 
 
+@pytest.mark.parametrize("thrifty", ["ngram", "draft_model", AHEAD], indirect=True)
 @pytest.mark.parametrize("fault", ["noise", "exception"])
 def test_a_load_that_fails_changes_no_token(world, watch_verdicts, fault):
     faults = Faults(world.connector, world.worker_connector)
@@ -226,6 +227,7 @@ def test_a_load_that_fails_changes_no_token(world, watch_verdicts, fault):
     assert tokens_of(later) == tokens_of(cold)
 
 
+@pytest.mark.parametrize("thrifty", ["ngram", AHEAD], indirect=True)
 def test_noise_that_nobody_notices_does_change_tokens(world):
     """The control: the words are few, and yet wrong KV shows."""
     faults = Faults(world.connector, world.worker_connector)
@@ -237,6 +239,7 @@ def test_noise_that_nobody_notices_does_change_tokens(world):
     assert tokens_of(answer) != tokens_of(cold)
 
 
+@pytest.mark.parametrize("thrifty", ["draft_model", "eagle3", "mtp"], indirect=True)
 def test_a_draft_that_reads_noise_changes_no_token(world, plain):
     """Blocks of a load hold whatever KV of a draft was there before; the most that it can cost is guesses."""
     donor, target = make_prompts(turn_to(plain), 360)

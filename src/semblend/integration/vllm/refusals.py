@@ -32,7 +32,7 @@ READ_TEXT_PLAINLY = frozenset(
 )
 """Classes for images of which we know what a pass over text needs: token embeddings and positions, and of Qwen3-VL that
 what images add to its layers is set aside meanwhile. Others may keep more in the model while a step runs."""
-DRAFTS = frozenset("ngram ngram_gpu suffix medusa mlp_speculator draft_model eagle eagle3 mtp".split())  # noqa: SIM905
+DRAFTS = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator", "draft_model", "eagle", "eagle3", "mtp")
 NEVER_RECURRENT = (
     "some layers keep a recurrent state (Mamba, linear attention) in place of KV: it sums up all tokens in front of it "
     "and cannot be moved to another place, so such models are never served; `semblend estimate`, `semblend arrange` "

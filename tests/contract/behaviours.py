@@ -39,7 +39,7 @@ DOCUMENT, HEAD, QUESTION = 90, 7, 5
 class World:
     """An engine's model, slots that nobody uses, and donors. ``tolerance`` is what rounding may do to KV of size 1.
 
-    ``deep_tolerance`` is 0 for a model whose weights are drawn at random: good donors are too far off above layer 0.
+    ``deep_tolerance`` is large for a model whose weights are drawn at random: good donors are far off above layer 0.
     """
 
     model: Model

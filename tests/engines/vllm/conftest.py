@@ -294,6 +294,10 @@ def latent_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 @pytest.fixture(scope="session")
 def expert_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    from vllm.distributed import parallel_state
+
+    # A process has the groups of its first engine, and that of a model without experts makes none for them.
+    parallel_state._EP = parallel_state._EP or parallel_state._TP
     yield from make_latent_engine("latents and experts", tmp_path_factory.mktemp("experts"))
 
 

@@ -253,14 +253,14 @@ def _refuse_groups(vllm_config: Any, groups: Sequence[Any]) -> str | None:
         return NEVER_RECURRENT
     if any(getattr(spec, "attention_chunk_size", None) for spec in specs):
         return IN_CHUNKS
-    is_one_kind = drafts or not hasattr(groups[0].kv_cache_spec, "kv_cache_specs")  # a draft's may be of another size
-    if len(groups) == 1 and is_one_kind and kinds == {"FullAttentionSpec"}:
+    is_one_list = len(groups) == 1 and (drafts or len(specs) == 1)  # a draft's layers may be of another size
+    if is_one_list and kinds == {"FullAttentionSpec"}:
         return None
-    if len(groups) == 1 and is_one_kind and all(keeps_latents(spec) and not _has_window(spec) for spec in specs):
+    if is_one_list and all(keeps_latents(spec) and not getattr(spec, "sliding_window", None) for spec in specs):
         return None
     if kinds == {"SlidingWindowSpec"}:
         return "no layer has full attention: vLLM frees the KV behind the window, whatever its settings"
-    if kinds == {"FullAttentionSpec", "SlidingWindowSpec"}:
+    if len(groups) > 1 and kinds == {"FullAttentionSpec", "SlidingWindowSpec"}:
         more, length = _compute_promotion(vllm_config, groups), vllm_config.model_config.max_model_len
         return (
             "layers without full attention keep no KV behind their window; with --disable-hybrid-kv-cache-manager vLLM "
@@ -274,10 +274,6 @@ def _refuse_groups(vllm_config: Any, groups: Sequence[Any]) -> str | None:
 def _list_specs(group: Any) -> list[Any]:
     """What the layers of a group keep; one where all are alike."""
     return list((getattr(group.kv_cache_spec, "kv_cache_specs", None) or {"": group.kv_cache_spec}).values())
-
-
-def _has_window(spec: Any) -> bool:
-    return bool(getattr(spec, "sliding_window", None))
 
 
 def _compute_promotion(vllm_config: Any, groups: Sequence[Any]) -> float:

@@ -24,7 +24,7 @@ LOADS_AHEAD = frozenset(
 """Connectors of vLLM that load before a request is scheduled: what fails to load is computed, and nothing builds on it.
 With a load in the request's own step and asynchronous scheduling vLLM answers with wrong tokens in that case."""
 READ_TEXT_PLAINLY = frozenset(
-    "LlavaForConditionalGeneration Mistral3ForConditionalGeneration PixtralForConditionalGeneration "  # noqa: SIM905
+    "LlavaForConditionalGeneration Mistral3ForConditionalGeneration "  # noqa: SIM905
     "Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration Qwen3VLForConditionalGeneration "
     "Qwen3VLMoeForConditionalGeneration Glm4vForConditionalGeneration Glm4vMoeForConditionalGeneration".split()
 )

@@ -96,7 +96,7 @@ VLLM: tuple[Feature, ...] = (
         "other models for images or sound",
         SupportLevel.NO,
         "what a class keeps in the model while a step runs has to be known. Gemma 3 and Llama 4 have windows or "
-        "chunks. Mistral's own format (params.json) names no family, with images or without: load the Hugging Face format",
+        "chunks. Mistral's own format (params.json) names no family: load the Hugging Face format",
         _VLLM_START,
     ),
     Feature(

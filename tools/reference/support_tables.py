@@ -45,8 +45,9 @@ VLLM: tuple[Feature, ...] = (
     Feature(
         "models with experts (Qwen3-MoE, Mixtral, OLMoE, Granite MoE, GLM-4.5, MiniMax-M2)",
         SupportLevel.YES,
-        "small ones with random weights run in the tests; they route by softmax there, but for GLM. Expert parallel is "
-        "not looked at: with tensor parallel alone all ranks make each pass together",
+        "small ones with random weights run in the tests. Two tensor parallel ranks of a small Mixtral answered and "
+        "accounted as one does. Expert parallel with tensor parallel is not refused and was never run: vLLM's CPU "
+        "package dies of it without us too. All ranks make each pass together there as well",
         f"{_VLLM_ENGINES}/test_families.py",
     ),
     Feature(
@@ -106,18 +107,19 @@ VLLM: tuple[Feature, ...] = (
         _VLLM_START,
     ),
     Feature(
-        "text in models that read images: Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Mistral Small 3, Pixtral, LLaVA, GLM-4.1V "
+        "text in models that read images: Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Mistral Small 3, LLaVA, GLM-4.1V "
         "and GLM-4.5V",
         SupportLevel.YES,
         "a request with an image is computed without us and becomes no donor. Qwen3-VL and Mistral3 with random "
         "weights run in the tests, beside requests with images too (they need torchvision); Qwen2-VL, Qwen2.5-VL and "
-        "GLM-4.1V ran once; Pixtral, LLaVA, Qwen3-VL with experts and GLM-4.5V were read. Only eager, on a CPU",
+        "GLM-4.1V ran once; LLaVA, Qwen3-VL with experts and GLM-4.5V were read. Only eager, on a CPU",
         f"{_VLLM_ENGINES}/test_families.py",
     ),
     Feature(
         "other models for images or sound",
         SupportLevel.NO,
-        "what a class keeps in the model while a step runs has to be known. Gemma 3 and Llama 4 have windows or chunks",
+        "what a class keeps in the model while a step runs has to be known. Gemma 3 and Llama 4 have windows or "
+        "chunks. Mistral's own format (params.json) names no family: load the Hugging Face format",
         _VLLM_START,
     ),
     Feature(

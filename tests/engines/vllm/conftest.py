@@ -322,6 +322,36 @@ def serve(engine: World) -> Iterator[World]:
     assert engine.count_free_blocks() == free, "every request gives its blocks back"
 
 
+def serve_kind(kind: str, folder: Path, **settings: Any) -> Iterator[World]:
+    """An engine for a model with random weights, and settings under which gate and canary are content with it."""
+    from vllm.distributed import parallel_state
+
+    from semblend.materialize.gate.thresholds import Thresholds
+
+    # vLLM makes the groups of a process for its first engine, which may have no experts. Of one rank all are alike.
+    if parallel_state.model_parallel_is_initialized() and parallel_state._EP is None:
+        parallel_state._EP = parallel_state.get_tp_group()
+    write(kind, folder, MODEL)
+    (folder / "thresholds.json").write_text(Thresholds(1e9, 1e9, 1e9).to_json(), encoding="utf-8")
+    world = make_world(str(folder), settings, thresholds=str(folder / "thresholds.json"), deep_tolerance=0)
+    try:
+        yield from serve(world)
+    finally:
+        world.core.shutdown()
+
+
+@pytest.fixture
+def expert_world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
+    yield from serve_kind(request.param, tmp_path)
+
+
+@pytest.fixture
+def picture_world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
+    pytest.importorskip("torchvision", reason="vLLM imports it for models that read images", exc_type=ImportError)
+    limits = {"image": 1, "video": 0}
+    yield from serve_kind(request.param, tmp_path, limit_mm_per_prompt=limits, skip_mm_profiling=True)
+
+
 @pytest.fixture
 def world(engine: World) -> Iterator[World]:
     yield from serve(engine)

@@ -164,6 +164,18 @@ def test_an_engine_that_speculates_is_served(method, spec):
 
 
 @pytest.mark.usefixtures("known_sources")
+def test_a_class_for_images_is_served_where_we_know_how_it_computes_text():
+    axes = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    config = {"model_type": "qwen2_5_vl_text", "hidden_size": 64, "num_attention_heads": 4, "rope_parameters": axes}
+    made = engine(
+        model_config__is_multimodal_model=True,
+        model_config__architecture="Qwen2_5_VLForConditionalGeneration",
+        model_config__hf_text_config=SimpleNamespace(to_dict=lambda: config, num_kv_shared_layers=0),
+    )
+    assert why_not(*made) is None
+
+
+@pytest.mark.usefixtures("known_sources")
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -26,11 +26,10 @@ LOADS_AHEAD = frozenset(
 """Connectors of vLLM that load before a request is scheduled: what fails to load is computed, and nothing builds on it.
 With a load in the request's own step and asynchronous scheduling vLLM answers with wrong tokens in that case."""
 READ_TEXT_PLAINLY = frozenset(
-    "LlavaForConditionalGeneration Mistral3ForConditionalGeneration PixtralForConditionalGeneration "  # noqa: SIM905
-    "Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration Qwen3VLForConditionalGeneration "
-    "Qwen3VLMoeForConditionalGeneration Glm4vForConditionalGeneration Glm4vMoeForConditionalGeneration".split()
+    "Mistral3ForConditionalGeneration Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration "  # noqa: SIM905
+    "Qwen3VLForConditionalGeneration Glm4vForConditionalGeneration".split()
 )
-"""Classes for images of which we know what a pass over text needs: token embeddings and positions, and of Qwen3-VL that
+"""Classes for images that were run, and of which we know what a pass over text needs: token embeddings and positions, and of Qwen3-VL that
 what images add to its layers is set aside meanwhile. Others may keep more in the model while a step runs."""
 DRAFTS = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator", "draft_model", "eagle", "eagle3", "mtp")
 NEVER_RECURRENT = (

@@ -494,6 +494,23 @@ def test_a_block_of_an_answer_under_an_exact_hash_is_taken_out_of_the_cache(worl
     assert [event.fields["where"] for event in world.errors()] == ["withdraw"]
 
 
+def test_a_block_that_was_allocated_ahead_of_guesses_is_looked_at_when_it_fills(world):
+    one = serve(world, said=0)
+    record = world.half._records["one"]
+    plain = FakeRequest("plain", FIRST)
+    record.block_ids = [*range(len(one.block_hashes) + 8)]
+    pool = world.half.locks.block_pool = Pool(one)
+    world.half.locks.keep_private([record])
+    assert (pool.evicted, world.errors()) == (set(), [])
+    for request in (plain, one):
+        request.say(40)
+    at = len(one.block_hashes) - 1
+    pool = world.half.locks.block_pool = Pool(one, [(at, plain.block_hashes[at])])
+    world.half.locks.keep_private([record])
+    assert at in pool.evicted
+    assert [event.fields["where"] for event in world.errors()] == ["withdraw"]
+
+
 # -- A conversation that nobody has edited: its turns are exact, and one donor --------------------------------------
 
 

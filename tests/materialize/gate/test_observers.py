@@ -24,6 +24,10 @@ from semblend.materialize.gate.observers import (
     measure_canary,
 )
 from semblend.materialize.gate.thresholds import UNBOUNDED_RISK, bound_risk, next_token_kl
+from semblend.materialize.kv.layout import LatentLayout
+from semblend.materialize.kv.moves import DonorTensors, Move, packed_shapes
+from semblend.materialize.kv.rope import RopeSpec
+from semblend.materialize.kv.splice import pack_donor, splice
 
 CONFIG = {
     "model_type": "llama",
@@ -308,3 +312,38 @@ def test_every_block_of_every_span_is_sampled_and_nothing_outside(pieces, seed):
     assert np.all(
         np.array(sorted(chosen)) == canary_positions(torch.tensor(starts), torch.tensor(ends), seed=seed).numpy()
     )
+
+
+DEEPSEEK = {"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64, "max_position_embeddings": 163840}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize("rotation", [YARN, {"rope_type": "default", "rope_theta": 1e6}], ids=["yarn", "base 1e6"])
+@pytest.mark.parametrize("bits", [16, 8])
+def test_the_canary_sees_what_is_wrong_with_latents_whatever_bits_donors_have(rotation, bits):
+    """Random vectors in the size of DeepSeek's; a latent alone wrong, in either half, is seen too."""
+    rope = RopeSpec.from_hf_config(DEEPSEEK | {"rope_parameters": rotation})
+    drawn = torch.Generator().manual_seed(4)
+    cache = torch.zeros(64, 4, 1, 576, dtype=torch.bfloat16)
+    layout = LatentLayout((cache[..., 288:],), (cache[..., :288],))
+    slots, (v, k) = torch.arange(256), torch.randn(2, 256, 1, 288, generator=drawn).bfloat16()
+    wide = {"k": rope.relocate(k, -700)[None], "v": v[None]}
+    held = DonorTensors.of_parts(wide)
+    if bits == 8:
+        parts = {name: torch.empty(shape, dtype=kind) for name, (shape, kind) in packed_shapes(1, 256, 1, 288).items()}
+        pack_donor(wide, parts)
+        held = DonorTensors.of_parts(parts)
+
+    def look(shift=700, k=k, v=v):
+        splice([Move(held, 0, 256, slots, shift)], layout, rope)
+        canary = observers.Canary(rope)
+        with pytest.raises(StopPass):
+            canary.before_write(0, k, v, Rows.of(slots, slots, slots), layout)
+        return canary.found
+
+    tolerance = observers.find_tolerance(torch.bfloat16, bits)
+    assert look().max() < tolerance / 2
+    assert look(shift=701).min() > 1.5 * tolerance
+    assert look(v=v.roll(1, 0)).min() > 5 * tolerance
+    wrong = torch.cat((k.roll(1, 0)[..., : rope.rotary_start], k[..., rope.rotary_start :]), dim=-1)
+    assert look(k=wrong).min() > 5 * tolerance

@@ -283,7 +283,11 @@ class Canary(Observer):
     def before_write(self, layer: int, k: Tensor, v: Tensor, rows: Rows, layout: Layout) -> None:
         held_k, held_v = (part.float() for part in layout.gather(layer, rows.slots))
         pairs = (_pairs(part, self._rope) for part in (k.float(), held_k))
-        self.found = torch.maximum(_pair_error(*pairs), _error(v.float(), held_v))
+        # Of latents, what lies in front of the rotated dimensions is compared as values are: among so many pairs that
+        # do not rotate, a wrong shift would be half as large.
+        flat = slice(self._rope.rotary_start)
+        whole = (torch.cat((a[..., flat], b), -1) for a, b in ((k.float(), v.float()), (held_k, held_v)))
+        self.found = torch.maximum(_pair_error(*pairs), _error(*whole))
         raise StopPass
 
 
@@ -409,8 +413,7 @@ def canary_positions(starts: Tensor, ends: Tensor, *, seed: int = 0) -> Tensor:
 
 def _pairs(x: Tensor, rope: RopeSpec) -> Tensor:
     """``[n, heads, head_dim] -> [n, heads, pairs, 2]``: the dimensions that rotate together."""
-    turned, lead = x[..., rope.rotated], x.shape[:-1]
-    rest = torch.cat((x[..., : rope.rotated.start], x[..., rope.rotated.stop :]), dim=-1)
+    turned, rest, lead = x[..., rope.rotated], x[..., rope.rotated.stop :], x.shape[:-1]
     paired = turned.reshape(*lead, 2, -1).transpose(-1, -2) if rope.style == "half" else turned.reshape(*lead, -1, 2)
     return torch.cat((paired, rest.reshape(*lead, -1, 2)), dim=-2)
 

@@ -107,12 +107,11 @@ VLLM: tuple[Feature, ...] = (
         _VLLM_START,
     ),
     Feature(
-        "text in models that read images: Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Mistral Small 3, LLaVA, GLM-4.1V "
-        "and GLM-4.5V",
+        "text in models that read images: Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Mistral Small 3, GLM-4.1V",
         SupportLevel.YES,
         "a request with an image is computed without us and becomes no donor. Qwen3-VL and Mistral3 with random "
         "weights run in the tests, beside requests with images too (they need torchvision); Qwen2-VL, Qwen2.5-VL and "
-        "GLM-4.1V ran once; LLaVA, Qwen3-VL with experts and GLM-4.5V were read. Only eager, on a CPU",
+        "GLM-4.1V ran once. Only eager, on a CPU",
         f"{_VLLM_ENGINES}/test_families.py",
     ),
     Feature(

@@ -29,8 +29,9 @@ READ_TEXT_PLAINLY = frozenset(
     "Mistral3ForConditionalGeneration Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration "  # noqa: SIM905
     "Qwen3VLForConditionalGeneration Glm4vForConditionalGeneration".split()
 )
-"""Classes for images that were run, and of which we know what a pass over text needs: token embeddings and positions, and of Qwen3-VL that
-what images add to its layers is set aside meanwhile. Others may keep more in the model while a step runs."""
+"""Classes for images that were run with us, and of which we know what a pass over text needs: token embeddings and
+positions, and of Qwen3-VL that what images add to its layers is set aside meanwhile. Others may keep more in the model
+while a step runs."""
 DRAFTS = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator", "draft_model", "eagle", "eagle3", "mtp")
 NEVER_RECURRENT = (
     "some layers keep a recurrent state (Mamba, linear attention) in place of KV: it sums up all tokens in front of it "

@@ -201,12 +201,7 @@ class World:
         self.watch()
 
 
-def make_world(
-    model: str = MODEL,
-    engine: dict[str, Any] | None = None,
-    speculative: dict[str, Any] | None = None,
-    **connector: Any,
-) -> World:
+def make_world(model: str = MODEL, engine: dict[str, Any] | None = None, **connector: Any) -> World:
     """A new engine, beside those that are there already; ``engine``: more of its own settings."""
     from vllm import LLM
     from vllm.config import KVEventsConfig, KVTransferConfig
@@ -225,7 +220,6 @@ def make_world(
         block_size=32,
         enable_prefix_caching=True,
         disable_log_stats=False,
-        speculative_config=speculative,
         kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
         kv_transfer_config=KVTransferConfig(
             kv_connector="SemBlendConnectorV1",

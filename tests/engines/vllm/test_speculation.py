@@ -51,11 +51,8 @@ def make_engine(target_folder):
         if name not in made:
             method = name.partition(",")[0]
             model, speculative = write_draft(method, folder.with_name(name), folder)
-            if name == AHEAD:
-                with schedule_ahead():
-                    made[name] = make_world(model, speculative, **connector)
-            else:
-                made[name] = make_world(model, speculative, **connector)
+            with schedule_ahead() if name == AHEAD else contextlib.nullcontext():
+                made[name] = make_world(model, {"speculative_config": speculative}, **connector)
         return made[name]
 
     yield make

@@ -98,7 +98,7 @@ def _write_experts(kind: str, folder: Path, like: str) -> None:
 
     sizes = _sizes(like) | {"intermediate_size": 128, "num_hidden_layers": 3}
     config = AutoConfig.for_model(kind, **sizes, **EXPERTS[kind])
-    _write(AutoModelForCausalLM.from_config, config, folder, like)
+    _write(AutoModelForCausalLM.from_config, config, folder, like, norms=True)
 
 
 def _write_pictures(kind: str, folder: Path, like: str) -> None:
@@ -120,7 +120,7 @@ def _write_pictures(kind: str, folder: Path, like: str) -> None:
         images = transformers.Qwen2VLImageProcessor(patch_size=14, merge_size=2)
         videos = transformers.Qwen3VLVideoProcessor(patch_size=14, merge_size=2)
         processor = transformers.Qwen3VLProcessor(images, tokenizer, videos)
-    _write(AutoModelForImageTextToText.from_config, config, folder, like)
+    _write(AutoModelForImageTextToText.from_config, config, folder, like, norms=True)
     processor.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -236,8 +236,13 @@ def _sizes(like: str) -> dict[str, Any]:
     }
 
 
-def _write(kind: Any, config: Any, folder: Path, like: str, scale: float = 4, **drawn: tuple[float, float]) -> None:
-    """``drawn``: parameters by the end of their name, and the range that their values are drawn from."""
+def _write(
+    kind: Any, config: Any, folder: Path, like: str, scale: float = 4, norms: bool = False, **drawn: tuple[float, float]
+) -> None:
+    """``drawn``: parameters by the end of their name, and the range that their values are drawn from.
+
+    ``norms`` are drawn as well: those of ones would hide one that is left out or comes too late.
+    """
     import torch
     from transformers import AutoTokenizer
 
@@ -245,7 +250,7 @@ def _write(kind: Any, config: Any, folder: Path, like: str, scale: float = 4, **
     model = kind(config).to(torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:  # a norm of ones would hide one that is left out or comes too late
+            if norms and "norm" in name:
                 parameter.uniform_(0.5, 1.5)
             elif parameter.dim() > 1:  # large enough that the answer depends on what is attended to
                 parameter.mul_(scale)

@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 import torch
-from test_reuse import worst
+from vllm_world import worst
 
 from semblend.integration.vllm.scheduler.scheduler_connector import PendingLoads
 

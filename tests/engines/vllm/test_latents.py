@@ -7,17 +7,10 @@ import dataclasses
 import pytest
 import torch
 from faults import CONTROL, NAMES, REASONS, Faults
+from vllm_world import worst
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 LONG = 12
-
-
-def worst(ours, theirs, positions=slice(None)):
-    return max(
-        float((a[positions] - b[positions]).abs().max())
-        for pair, other in zip(ours, theirs, strict=True)
-        for a, b in zip(pair, other, strict=True)
-    )
 
 
 def tokens_of(output):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from faults import CONTROL, NAMES, REASONS, Faults
+from vllm_world import worst
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 LONG = 24
@@ -12,14 +13,6 @@ MODES = ("fast", "balanced")
 
 def tokens_of(output):
     return list(output.outputs[0].token_ids)
-
-
-def worst(ours, theirs):
-    return max(
-        float((a - b).abs().max())
-        for pair, other in zip(ours, theirs, strict=True)
-        for a, b in zip(pair, other, strict=True)
-    )
 
 
 @pytest.fixture

@@ -6,16 +6,9 @@ import dataclasses
 
 import pytest
 import torch
+from vllm_world import worst
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-
-
-def worst(ours, theirs, positions=slice(None)):
-    return max(
-        float((a[positions] - b[positions]).abs().max())
-        for pair, other in zip(ours, theirs, strict=True)
-        for a, b in zip(pair, other, strict=True)
-    )
 
 
 def relative(ours, theirs):

@@ -7,16 +7,9 @@ import json
 
 import pytest
 import torch
+from vllm_world import worst
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-
-
-def worst(ours, theirs):
-    return max(
-        float((a - b).abs().max())
-        for pair, other in zip(ours, theirs, strict=True)
-        for a, b in zip(pair, other, strict=True)
-    )
 
 
 def shifted(world, seed, **asked):

@@ -6,13 +6,12 @@ import contextlib
 
 import pytest
 import torch
-from conftest import MODEL, World, make_world, serve
 from draft_folders import limit_words, write_draft
 from faults import CONTROL, REASONS, Faults
 from late_outputs import schedule_ahead
 from small_model import write_small_model
-from test_lifecycle import live_all
-from test_reuse import worst
+from vllm_lives import live_all
+from vllm_world import MODEL, World, make_world, serve, worst
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 METHODS = ("ngram", "draft_model", "eagle3", "mtp")

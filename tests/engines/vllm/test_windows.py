@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import small_folders
 import torch
-from conftest import MODEL, make_world, serve
+from vllm_world import MODEL, make_world, serve
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "contract"))
 

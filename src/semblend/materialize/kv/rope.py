@@ -365,8 +365,6 @@ def _layers_differ(config: Config) -> str | None:
         return "The layers rotate by different frequencies, and one rotation would be wrong for some of them."
     if config.get("no_rope_layer_interval") or 0 in (config.get("no_rope_layers") or ()):
         return "Some layers apply no rotary embedding (no_rope_layers)."
-    if config.get("model_type") == "exaone4" and "sliding_attention" in (config.get("layer_types") or ()):
-        return "Some layers apply no rotary embedding: those without a window, where others have one."
     return None
 
 

@@ -317,6 +317,8 @@ PLAIN |= {"max_position_embeddings": 32768, "rope_theta": 1e6}
         (WINDOWED, "2 KiB", {"vllm": "with --disable-hybrid-kv-cache-manager", "transformers": "sliding window"}),
         (LATENT, "69 KiB", {"vllm": "served", "sglang": "never looked at", "transformers": "latents"}),
         (PLAIN | {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}, "28 KiB", {"vllm": "never served"}),
+        (PLAIN | {"model_type": "mistral", "sliding_window": 4096}, "28 KiB", {"vllm": "no layer has full attention"}),
+        (PLAIN | {"model_type": "gemma2", "sliding_window": 4096}, "28", {"vllm": "with --disable-hybrid"}),
         ({"text_config": PLAIN, "architectures": ["SomeVLM"], "model_type": "some"}, "28 KiB", {"vllm": "SomeVLM"}),
         ({"text_config": PLAIN, "architectures": ["Qwen2_5_VLForConditionalGeneration"]}, "28", {"vllm": "served"}),
     ],

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 from faults import CONTROL, NAMES, REASONS, Faults
-from vllm_world import worst
+from vllm_world import in_pieces, worst
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 LONG = 12
@@ -50,26 +50,6 @@ def test_in_layer_0_latents_are_copied_bitwise_and_what_is_rotated_is_exact(late
     assert float((k - cold_k).abs().max()) < 1e-4
     inside = slice(span["target_start"] + 32, span["target_start"] + span["length"] - 1)
     assert float((k[inside] - cold_k[inside]).abs().max()) > 0, "these were moved, and not computed"
-
-
-def in_pieces(lookup):
-    """Plans whose only span is cut in three, with holes between that no donor holds."""
-
-    def wrapped(*args, **named):
-        plan = lookup(*args, **named)
-        if not getattr(plan, "spans", ()):
-            return plan
-        (span,) = plan.spans
-        cuts = [(0, 40), (61, 50), (133, 70)]
-        pieces = [
-            dataclasses.replace(
-                span, donor_start=span.donor_start + at, target_start=span.target_start + at, length=length
-            )
-            for at, length in cuts
-        ]
-        return dataclasses.replace(plan, spans=tuple(pieces))
-
-    return wrapped
 
 
 def test_with_the_same_text_in_front_every_layer_is_as_cold_holes_too(latent_world, monkeypatch):

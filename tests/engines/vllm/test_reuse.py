@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from vllm_world import worst
+from vllm_world import in_pieces, worst
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -63,26 +63,6 @@ def test_the_same_prompt_at_the_same_place_is_bitwise_equal(world):
     assert world.receipt(second)["reused_tokens"] > 0.7 * len(prompt)
     assert worst(world.kv_of(second), world.kv_of(first), slice(0, len(prompt) - 1)) == 0.0
     assert second.outputs[0].token_ids == first.outputs[0].token_ids
-
-
-def in_pieces(lookup):
-    """Plans whose only span is cut in three, with holes between that no donor holds."""
-
-    def wrapped(*args, **named):
-        plan = lookup(*args, **named)
-        if not getattr(plan, "spans", ()):
-            return plan
-        (span,) = plan.spans
-        cuts = [(0, 40), (61, 50), (133, 70)]
-        pieces = [
-            dataclasses.replace(
-                span, donor_start=span.donor_start + at, target_start=span.target_start + at, length=length
-            )
-            for at, length in cuts
-        ]
-        return dataclasses.replace(plan, spans=tuple(pieces))
-
-    return wrapped
 
 
 def test_holes_between_spans_are_computed_bitwise_as_in_a_cold_prefill(world, monkeypatch):

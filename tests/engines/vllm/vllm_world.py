@@ -238,3 +238,23 @@ def worst(ours: Any, theirs: Any, positions: slice = slice(None)) -> float:
         for pair, other in zip(ours, theirs, strict=True)
         for a, b in zip(pair, other, strict=True)
     )
+
+
+def in_pieces(lookup: Any) -> Any:
+    """Plans whose only span is cut in three, with holes between that no donor holds."""
+
+    def wrapped(*args: Any, **named: Any) -> Any:
+        plan = lookup(*args, **named)
+        if not getattr(plan, "spans", ()):
+            return plan
+        (span,) = plan.spans
+        cuts = [(0, 40), (61, 50), (133, 70)]
+        pieces = [
+            dataclasses.replace(
+                span, donor_start=span.donor_start + at, target_start=span.target_start + at, length=length
+            )
+            for at, length in cuts
+        ]
+        return dataclasses.replace(plan, spans=tuple(pieces))
+
+    return wrapped

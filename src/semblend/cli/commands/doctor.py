@@ -158,10 +158,11 @@ def _describe_kv(text: Mapping[str, Any]) -> str:
 
 def _ask_vllm(config: Mapping[str, Any]) -> tuple[str | None, str]:
     from semblend.integration.vllm.refusals import refuse_config
+    from semblend.materialize.kv.rope import attends_by_window
 
     text = config.get("text_config") or config
-    windowed = "sliding_attention" in (text.get("layer_types") or ())
-    return refuse_config(config), ", with --disable-hybrid-kv-cache-manager" if windowed else ""
+    flag = ", with --disable-hybrid-kv-cache-manager" if attends_by_window(text) else ""
+    return refuse_config(config), flag
 
 
 def _ask_sglang(config: Mapping[str, Any]) -> tuple[str | None, str]:

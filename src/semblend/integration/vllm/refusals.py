@@ -16,7 +16,7 @@ from semblend.integration.vllm.plugin import CONNECTOR
 from semblend.integration.vllm.source_check import missing, missing_for_offloading
 from semblend.integration.vllm.worker.latents import keeps_latents
 from semblend.integration.vllm.worker.model_access import read_rope_config
-from semblend.materialize.kv.rope import read_for_text
+from semblend.materialize.kv.rope import attends_by_window, read_for_text
 from semblend.materialize.kv.rope import refusal as rope_refusal
 
 LOADS_AHEAD = frozenset(
@@ -40,9 +40,12 @@ NEVER_RECURRENT = (
 )
 RECURRENT = (
     *("mamba_d_state", "mamba_n_heads", "ssm_state_size", "conv_L_cache", "linear_attn_config"),
-    *("linear_num_key_heads", "hybrid_override_pattern", "hybrid_layer_pattern_linear"),
+    *("linear_num_key_heads", "hybrid_override_pattern"),
 )
 """Fields of a config that only models with recurrent layers have."""
+MIXES_WINDOWS = ("gemma2", "gpt_oss", "cohere2")
+"""Model types with full layers beside windowed ones, also where a config does not list them."""
+WINDOWS_ONLY = "no layer has full attention: vLLM frees the KV behind the window, whatever its settings"
 IN_CHUNKS = "some layers attend within chunks, which begin at other tokens where a passage has moved"
 MOVABLE_TYPES = ("auto", "float32", "float16", "bfloat16", "half")
 
@@ -92,6 +95,8 @@ def refuse_config(config: Mapping[str, Any]) -> str | None:
         return why
     if "chunked" in kinds or text.get("attention_chunk_size"):
         return IN_CHUNKS
+    if attends_by_window(text) and "full_attention" not in kinds and text.get("model_type") not in MIXES_WINDOWS:
+        return WINDOWS_ONLY
     return rope_refusal(read_for_text(text), by_layer=True, latents=bool(text.get("kv_lora_rank")))
 
 
@@ -259,7 +264,7 @@ def _refuse_groups(vllm_config: Any, groups: Sequence[Any]) -> str | None:
     if is_one_list and all(keeps_latents(spec) and not getattr(spec, "sliding_window", None) for spec in specs):
         return None
     if kinds == {"SlidingWindowSpec"}:
-        return "no layer has full attention: vLLM frees the KV behind the window, whatever its settings"
+        return WINDOWS_ONLY
     if len(groups) > 1 and kinds == {"FullAttentionSpec", "SlidingWindowSpec"}:
         more, length = _compute_promotion(vllm_config, groups), vllm_config.model_config.max_model_len
         return (

@@ -368,9 +368,21 @@ def _layers_differ(config: Config) -> str | None:
     return None
 
 
+def attends_by_window(config: Config) -> bool:
+    """Whether some layers attend through a sliding window.
+
+    >>> attends_by_window({"sliding_window": 4096, "max_position_embeddings": 32768})
+    True
+    """
+    return _refuse_windowed(config) == _WINDOWED
+
+
+_WINDOWED = "Some layers attend through a sliding window, so their cache does not hold every position."
+
+
 def _refuse_windowed(config: Config) -> str | None:
     """Whether some layer really attends through a window: a config may name one and not use it."""
-    said = "Some layers attend through a sliding window, so their cache does not hold every position."
+    said = _WINDOWED
     if kinds := config.get("layer_types"):
         return said if any("sliding" in str(kind) for kind in kinds) else _refuse_other_attention(config)
     if reason := _refuse_other_attention(config):

@@ -22,6 +22,8 @@ PATIENCE_S = 120.0
 TOKENS = 24
 CLIENTS = 4
 WAYS = ("SIGTERM", "kill -9")
+DONOR_BYTES = 500_000_000
+"""Room for every donor of a round: one that has to leave memory before its file is whole is gone, and rightly so."""
 RUNNING = re.compile(r"stopping: (\d+) requests")
 WORDS = ("harbour", "ferry", "ledger", "copper", "winter", "signal", "garden", "letter", "valley", "river", "museum")
 
@@ -61,7 +63,7 @@ class Servant:
         self.store, self.kv = folder / "donors.db", folder / "kv"
         environment = os.environ | {"SEMBLEND_STORE": str(self.store), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "semblend.cli.main", "serve", "--model", model, "--port", "0"]
-        command += ["--donor-dir", str(self.kv), "--donor-bytes", "8000000", "--drain-seconds", str(drain_s)]
+        command += ["--donor-dir", str(self.kv), "--donor-bytes", str(DONOR_BYTES), "--drain-seconds", str(drain_s)]
         self._log = (folder / "stderr").open("ab")
         self._log_start = self._log.tell()
         begun = time.monotonic()

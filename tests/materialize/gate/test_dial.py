@@ -111,7 +111,7 @@ def test_a_dial_needs_no_pass_before_the_repair():
     assert not Gate(nats=0.1).sees_at_once
 
 
-CLEARED = ReusePlan((Span("d", 100, 60, 400), Span("d", 700, 480, 300)), 800, 40)
+CLEARED = ReusePlan((Span("d", 100, 68, 400), Span("d", 700, 488, 300)), 808, 48)
 WHOLE = ReusePlan((Span("d", 100, 60, 700),), 780, 40)
 
 
@@ -125,6 +125,14 @@ def test_an_edited_history_goes_by_the_dial_that_was_measured_on_such_and_takes_
     assert not memory.takes_one_pass(WHOLE)  # nobody has asked about its donor yet
     assert PlanShape.of(CLEARED).kind != PlanShape.of(WHOLE).kind
     assert Thresholds.from_json(thresholds.to_json()) == thresholds
+
+
+def test_an_edited_history_begins_as_its_donor_does():
+    thresholds = Thresholds(0.01, 0.01, 0.01, dial=TABLE, edit_dial=TABLE)
+    dropped = ReusePlan((Span("d", 1000, 90, 700),), 800, 64)  # half of the history, behind the system prompt
+    passages = ReusePlan((Span("d", 100, 60, 400), Span("d", 700, 480, 300)), 800)  # some of the donor's passages
+    assert Gate.of(thresholds, dropped, 0.02).is_edited
+    assert Gate.of(thresholds, passages, 0.02).dial is None
 
 
 def test_a_passage_that_moved_to_the_end_and_is_computed_makes_the_others_a_part_of_their_donor():

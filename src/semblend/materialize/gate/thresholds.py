@@ -37,6 +37,8 @@ SMALL_SHARE = 0.1
 
 NEW_SHARE = 0.15
 """Where more of a prompt is new, two passes over that and a repair of 10 % come to half of a prefill."""
+MIN_BEGINNING = 48
+"""So many tokens at the beginning are a system prompt, and no chat template's header."""
 
 
 class PassageOrder(StrEnum):
@@ -58,6 +60,8 @@ class PlanShape:
     ``tokens`` would be computed without reuse. ``foreign_tokens`` come from other donors than the one that holds most.
     ``turned_tokens`` stand in the prompt behind tokens that come after them in that donor. ``among_tokens`` lie between
     two spans of it, left out of the donor or new in the prompt, whichever are more, or moved back and are computed.
+    ``exact_tokens``, which the engine has anyway, count as the donor's first span where there are many: most often
+    they are its beginning.
 
     >>> PlanShape.of(ReusePlan((Span("d", 200, 0, 100), Span("d", 0, 100, 100)), 220)).kind
     'one donor reordered, 128+ tokens, 2+ spans'
@@ -69,6 +73,7 @@ class PlanShape:
     foreign_tokens: int
     turned_tokens: int
     among_tokens: int
+    exact_tokens: int = 0
 
     @classmethod
     def of(cls, plan: ReusePlan) -> PlanShape:
@@ -78,16 +83,16 @@ class PlanShape:
         main = max(held, key=lambda donor_id: held[donor_id], default="")
         reached = turned = 0
         among = plan.moved_back
-        before: Span | None = None
+        before = (plan.exact_tokens, plan.exact_tokens) if plan.exact_tokens >= MIN_BEGINNING else None
         for span in plan.spans:
             if span.donor_id == main:
                 turned += span.length if span.donor_start < reached else 0
                 reached = max(reached, span.donor_end)
                 if before is not None:
-                    among += max(0, span.donor_start - before.donor_end, span.target_start - before.target_end)
-                before = span
+                    among += max(0, span.donor_start - before[0], span.target_start - before[1])
+                before = span.donor_end, span.target_end
         reused, tokens = plan.reused_tokens, plan.prompt_tokens - plan.exact_tokens
-        return cls(tokens, reused, len(plan.spans), reused - held.get(main, 0), turned, among)
+        return cls(tokens, reused, len(plan.spans), reused - held.get(main, 0), turned, among, plan.exact_tokens)
 
     @property
     def order(self) -> PassageOrder:
@@ -103,10 +108,12 @@ class PlanShape:
 
     @property
     def is_edited(self) -> bool:
-        """Whether one donor's tokens are there in part, or in order with much that is new: an agent that edited its
-        history is like that, and a part of a donor's passages."""
+        """Whether a prompt begins with what the engine has and goes on with a donor's tokens in part, or in order with
+        much that is new: an agent that edited its history keeps the system prompt. Passages of a donor under another
+        instruction, of which some were left out, are further from cold, and are none."""
         has_much_new = self.tokens - self.reused_tokens > NEW_SHARE * self.tokens
-        return self.in_part or (self.order is PassageOrder.IN_ORDER and has_much_new)
+        in_order = self.order is PassageOrder.IN_ORDER
+        return self.exact_tokens >= MIN_BEGINNING and (self.in_part or (in_order and has_much_new))
 
     @property
     def kind(self) -> str:

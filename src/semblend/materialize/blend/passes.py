@@ -35,7 +35,6 @@ from semblend.materialize.blend.quality import (
 from semblend.materialize.contract import QUESTION_ROWS, Model, Observer, Rows, StopPass, find_runs
 from semblend.materialize.gate.gate import Gate
 from semblend.materialize.gate.observers import (
-    CANARY_TOLERANCE,
     DEEP_ROWS,
     DeepLook,
     canary_positions,
@@ -43,6 +42,7 @@ from semblend.materialize.gate.observers import (
     cut_windows,
     find_deep_deviation,
     find_largest,
+    find_tolerance,
     measure_rows,
 )
 from semblend.materialize.gate.thresholds import RiskFeatures, bound_risk, next_token_kl
@@ -474,7 +474,8 @@ class PassRunner:
 
     def _check_canary(self, state: BlendState, error: float) -> float:
         tolerance = self.settings.canary_tolerance
-        tolerance = CANARY_TOLERANCE[self.model.layout.dtype] if tolerance is None else tolerance
+        if tolerance is None:
+            tolerance = find_tolerance(self.model.layout.dtype, latents=self.model.rope.rotary_start > 0)
         if error > tolerance:
             raise Refused(
                 DeclineReason.VALIDATION_FAILED,

@@ -249,6 +249,9 @@ CANARY_TOLERANCE: Mapping[torch.dtype, float] = MappingProxyType(
     {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.02, torch.float16: 0.005}
 )
 """Largest relative error of a layer-0 key or value that still is rounding; measured, see decisions/quality-gate.md."""
+LATENT_TIMES = 2.0
+"""So many times that for latents. A compiled step rounds less often than our look does, which is much in tiny pairs, and
+of a latent only 32 pairs rotate: on an H200 the worst of 160 rows was off by .0205, by .0046 without compiling."""
 EIGHT_BIT_TOLERANCE = 0.09
 """The same where donors are held at 8 bits; measured, see decisions/moving-kv.md."""
 
@@ -261,13 +264,14 @@ _WINDOW_ROWS = 8
 """So many rows, next to each other in the sample, are judged together: a single odd token does not decide."""
 
 
-def find_tolerance(dtype: torch.dtype, donor_bits: int = 16) -> float:
+def find_tolerance(dtype: torch.dtype, donor_bits: int = 16, *, latents: bool = False) -> float:
     """The canary's tolerance for KV of a type from donors that are held at so many bits.
 
     >>> find_tolerance(torch.bfloat16), find_tolerance(torch.bfloat16, 8) == EIGHT_BIT_TOLERANCE
     (0.02, True)
     """
-    return max(CANARY_TOLERANCE[dtype], EIGHT_BIT_TOLERANCE if donor_bits == 8 else 0.0)
+    rounding = CANARY_TOLERANCE[dtype] * (LATENT_TIMES if latents else 1.0)
+    return max(rounding, EIGHT_BIT_TOLERANCE if donor_bits == 8 else 0.0)
 
 
 class Canary(Observer):

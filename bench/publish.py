@@ -193,7 +193,27 @@ def quality_with_floors(result: Result) -> str:
     return f"{format_table(['setting', 'recipe', *names], rows)}\n\n{source(result)}"
 
 
+def edited_quality(result: Result) -> str:
+    """By edit: how far from cold other words for it are, `fast`, and a repair of 10 % in one pass, and what that costs."""
+    names = ["edit", "prompts", "runs", "rerun", "other wording", "`fast`", "10 % in one pass", "20 %", "40 %",
+             "10 %: above 0.1", "10 %: F1 against cold", "10 %: of a prefix cache's FLOPs"]  # fmt: skip
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in read_lines_of(result, "Edited histories (FLOPs"):
+        found.setdefault(row["edit"], {})[row["recipe"]] = row
+    shown = []
+    for edit, lines in found.items():
+        ten = lines["at-once-10"]
+        ways = ("rerun", "other wording", "fast", "at-once-10", "at-once-20", "at-once-40")
+        shown.append([
+            edit.replace("_x5", ", five edits since the donor").replace("_x10", ", ten").replace("_", " "), ten["n"], ten["runs"],
+            *(lines[way]["KL answer"].split(" ")[0] for way in ways), round(ten["KL > 0.1"] * ten["n"]),
+            ten["F1 vs cold"].split(" ")[0], ten["of a prefix cache's"],
+        ])  # fmt: skip
+    return f"{format_table(names, shown)}\n\n{source(result)}"
+
+
 SHORT: dict[str, Callable[[Result], str]] = {
+    "quality_edits_h200": edited_quality,
     "peers": peers, "ttft_h200": ttft, "quality_h200": quality, "vllm_ttft_h200": vllm_ttft,
     "vllm_load_h200": vllm_load, "vllm_pays_h200": vllm_pays, "quality_tinyllama_h200": quality_with_floors,
     "quality_qwen05_h200": quality_with_floors,

@@ -1,7 +1,7 @@
 """Which of the text models that came into vLLM's recipes in 2026 are served: by their architecture, and as written.
 
-    PYTHONPATH=src python research/vllm/recipes.py OUT.jsonl --checkout RECIPES   (a clone or a bare one; needs node, PyYAML)
-    PYTHONPATH=src python research/vllm/recipes.py ROWS.jsonl                     (the rows that are there, judged again)
+    PYTHONPATH=src python research/vllm/recipes.py OUT.jsonl --checkout RECIPES   (a git folder; needs node and PyYAML)
+    PYTHONPATH=src python research/vllm/recipes.py ROWS.jsonl                     (rows that are there, judged again)
 
 A command is what the page of a recipe shows when it is opened: its own code (src/lib/command-synthesis.js) puts it
 together, for the default variant, hardware, strategy and features. What a model is stands in recipe_models.jsonl: of
@@ -114,6 +114,7 @@ def name_kind(config: dict[str, Any]) -> str:
 
 def list_groups(kind: str, mixed: bool) -> list[Any]:
     """The KV groups of an engine: of windows beside full layers two, where vLLM's hybrid KV manager is on."""
+
     def group(name: str, **more: Any) -> Any:
         spec = type(name, (), {"page_size_bytes": 1, "block_size": 16, **more})()
         return SimpleNamespace(kv_cache_spec=spec, layer_names=[name])
@@ -175,7 +176,8 @@ def render(rows: list[dict[str, Any]]) -> str:
     lines += ["", "Declined by architecture:", ""]
     lines += [f"- {count}: {why}" for why, count in reasons.most_common() if why != "yes"]
     kv = sum(row["flags"]["kv"] != "auto" for row in rows)
-    draft, offered = (sum(bool((row[name] or row["flags"])["speculation"]) for row in rows) for name in ("flags", "flags, speculating"))
+    draft = sum(bool(row["flags"]["speculation"]) for row in rows)
+    offered = sum(bool((row["flags, speculating"] or row["flags"])["speculation"]) for row in rows)
     return "\n".join([*lines, "", f"KV type set: {kv}; speculate as written: {draft}, with a box ticked: {offered}"])
 
 

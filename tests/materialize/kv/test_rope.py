@@ -112,7 +112,10 @@ FIELDS |= {
     | {"no_rope_layers": [1, 0] * 2, "num_local_experts": 2, "intermediate_size_mlp": 48, "moe_layers": []},
     "afmoe": FOUR | BOTH | EXPERTS | {"num_shared_experts": 1, "num_dense_layers": 1, "global_attn_every_n_layers": 2},
     "hy_v3": FOUR | EXPERTS | {"num_shared_experts": 1},
-    "laguna": FOUR | BOTH | EXPERTS | {"shared_expert_intermediate_size": 16, "rope_parameters": copy.deepcopy(BY_TYPE)},
+    "laguna": FOUR
+    | BOTH
+    | EXPERTS
+    | {"shared_expert_intermediate_size": 16, "rope_parameters": copy.deepcopy(BY_TYPE)},
     "mellum": FOUR | BOTH | EXPERTS,
     "olmo3": FOUR | BOTH,
     "smollm3": FOUR | {"no_rope_layers": [1, 0, 1, 1]},

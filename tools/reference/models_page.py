@@ -15,7 +15,12 @@ from semblend.materialize.gate.thresholds import read_known
 from semblend.materialize.kv.rope import FAMILIES, LATENT_FAMILIES
 from tools.reference.support_tables import DYNAMO, SGLANG, VLLM, Feature, SupportLevel
 
-SHAPE = {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 4}
+SHAPE: dict[str, Any] = {
+    "hidden_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 4,
+}
 SHAPE |= {"vocab_size": 1000, "intermediate_size": 2048, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6}
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 1024}
 LATENTS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
@@ -120,16 +125,10 @@ FEATURES: tuple[tuple[str, str, str, str, str, str], ...] = (
 def make_config(family: str) -> dict[str, Any]:
     """A config of a family, with what decides whether it is served."""
     kind = family.partition(" ")[0]
-    config = SHAPE | {"model_type": kind} | DECIDES.get(family, {})
-    name = CLASSES.get(kind, f"{kind}ForCausalLM")
-    if not kind.endswith("_text") or kind not in CLASSES:
-        return config | {"architectures": [name]}
-    return {
-        "model_type": kind.removesuffix("_text"),
-        "architectures": [name],
-        "text_config": config,
-        "vision_config": {},
-    }
+    config = {**SHAPE, "model_type": kind, **DECIDES.get(family, {})}
+    if kind.endswith("_text") and kind in CLASSES:
+        config = {"model_type": kind.removesuffix("_text"), "text_config": config, "vision_config": {}}
+    return {**config, "architectures": [CLASSES.get(kind, f"{kind}ForCausalLM")]}
 
 
 def show_verdict(engine: str, config: Mapping[str, Any]) -> str:
@@ -141,15 +140,10 @@ def show_verdict(engine: str, config: Mapping[str, Any]) -> str:
 
 def list_families() -> Iterator[tuple[str, ...]]:
     """The rows: a family, the verdict of each engine, with what it was run, where quality was measured."""
-    for family in [
-        *FAMILIES,
-        *LATENT_FAMILIES,
-        *(one for one in DECIDES if one not in {**FAMILIES, **LATENT_FAMILIES}),
-    ]:
+    for family in dict.fromkeys((*FAMILIES, *LATENT_FAMILIES, *DECIDES)):
         verdicts = [show_verdict(engine, make_config(family)) for engine in MODEL_LOOKS]
-        known = sorted((name, table) for name, table in read_known().items()
-                       if any(name.startswith(part) and kind == family for part, kind in MEASURED.items()))  # fmt: skip
-        told = [name + ("" if table.dial.means else " (no dial)") for name, table in known]
+        known = [(name, one) for name, one in sorted(read_known().items()) if MEASURED[name.split("-")[0]] == family]
+        told = [name + ("" if one.dial.means else " (no dial)") for name, one in known]
         run = [RUN[family]] if family in RUN else []
         if verdicts[list(MODEL_LOOKS).index("transformers")] == "yes":
             run.append(f"transformers: {CPU}")
@@ -187,9 +181,9 @@ def models_markdown() -> str:
     lines += [
         "",
         f"*{ONE}*: computed without us, others of the engine are served. *Dynamo's own choice*: our router does not "
-        f"place such a request. {NONE}: the engine has no such thing. On an H200 vLLM was run with CUDA graphs, compiled "
-        "layers, chunked prefill, asynchronous scheduling and n-gram speculation; tensor parallel, quantised weights and other "
-        "speculation on a CPU alone. SGLang and transformers were never run on a GPU, the embedded engine was.",
+        f"place such a request. {NONE}: the engine has no such thing. On an H200 vLLM was run with CUDA graphs, "
+        "compiled layers, chunked prefill, asynchronous scheduling and n-gram speculation; tensor parallel, quantised "
+        "weights and other speculation on a CPU alone. SGLang and transformers never saw a GPU, the embedded one did.",
     ]
     return "\n".join(lines)
 

@@ -74,7 +74,10 @@ RUN: Mapping[str, str] = {
     "qwen2": "vLLM, embedded: Qwen2.5-Coder 0.5B and 1.5B, CPU and H200; vLLM: shape of 7B, random weights, H200",
     "qwen3": f"embedded: {CPU}",
     "qwen3_moe": f"vLLM: {CPU}; shape of 30B-A3B, random weights, H200",
-    **dict.fromkeys(("mixtral", "olmoe", "granitemoe", "glm4_moe", "minimax_m2", "gemma2", "exaone4"), f"vLLM: {CPU}"),
+    **dict.fromkeys(
+        ("mixtral", "olmoe", "granitemoe", "glm4_moe", "minimax_m2", "hy_v3", "gemma2", "exaone4"), f"vLLM: {CPU}"
+    ),
+    "glm": f"vLLM, by the class of transformers: {CPU}",
     "gemma3_text": f"vLLM: {CPU}; of 12B not measured on the H200, whose memory did not suffice beside other programs",
     "gpt_oss": f"vLLM: {CPU}; of 20B declined at its start on the H200, why was not seen, not run since",
     "deepseek_v2": f"vLLM: {CPU}; of V2-Lite the canary refused reuse on the H200 (compiled); its tolerance for "

@@ -43,7 +43,7 @@ VLLM: tuple[Feature, ...] = (
         f"{_VLLM_ENGINES}/test_reuse.py",
     ),
     Feature(
-        "models with experts (Qwen3-MoE, Mixtral, OLMoE, Granite MoE, GLM-4.5, MiniMax-M2)",
+        "models with experts (Qwen3-MoE, Mixtral, OLMoE, Granite MoE, GLM-4.5, MiniMax-M2, Hy3)",
         SupportLevel.YES,
         "small ones with random weights run in the tests, the shape of Qwen3-30B-A3B on an H200. Two tensor parallel "
         "ranks of a small Mixtral answered and accounted as one does. Expert parallel with tensor parallel is not "

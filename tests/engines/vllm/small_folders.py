@@ -46,8 +46,8 @@ EXPERTS: dict[str, dict[str, Any]] = {
     # The checkpoints route by sigmoids, which vLLM's CPU package does not do without groups of experts.
     "minimax_m2": LOCAL | {"head_dim": 32, "rotary_dim": 16, "scoring_func": "softmax", "use_routing_bias": True},
 }
-"""Kinds of models with experts, and what their configs say beside the sizes; GLM has none: vLLM runs it by transformers'
-own class."""
+"""Kinds of models with experts, and what their configs say beside the sizes. GLM has none: vLLM runs it by the
+class of transformers."""
 
 PICTURES: dict[str, dict[str, Any]] = {
     "qwen3_vl": {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import re
 import subprocess
 import sys
@@ -15,11 +16,14 @@ import semantickv.cli
 import sembench.cli
 import semblend
 from semblend import errors
+from semblend.cli.commands.doctor import MODEL_LOOKS
 from semblend.cli.main import build_parser
 from semblend.config import SETTINGS
 from semblend.confirm.events import EventKind
 from semblend.confirm.metrics import METRICS
 from semblend.extras import extras
+from semblend.materialize.kv.rope import FAMILIES, LATENT_FAMILIES
+from tools.reference.models_page import CLASSES, DECIDES
 from tools.reference.semblend_pages import commands_of, main, options_of, render_all
 from tools.reference.support_tables import EXTRAS
 
@@ -49,6 +53,20 @@ def test_the_command_writes_every_page(
 ) -> None:
     assert main([str(tmp_path / "reference")]) == 0
     assert {path.name: path.read_text() for path in (tmp_path / "reference").iterdir()} == rendered
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *(set(LATENT_FAMILIES) - {"kimi_k2"})])  # which transformers lacks
+def test_the_table_of_models_says_what_doctor_says_of_a_config_of_transformers(family: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="configs as models bring them")
+    cells = next(line for line in page("models.md").splitlines() if f"`{family}`" in line).split(" | ")[1:]
+    decides = copy.deepcopy(dict(DECIDES.get(family, {})))
+    config = transformers.AutoConfig.for_model(family, num_hidden_layers=4, **decides).to_dict()
+    config |= {"head_dim": 128, "sliding_window": decides.get("sliding_window")}  # defaults of some that no model has
+    if family in CLASSES and family.endswith("_text"):
+        config = {"model_type": family.removesuffix("_text"), "text_config": config}
+    config["architectures"] = [CLASSES.get(family, "OtherForCausalLM")]
+    why, how = MODEL_LOOKS["vllm"](config)
+    assert cells[0].partition(":")[0] == ("no" if why else "with a flag" if how else "yes"), why
 
 
 def test_every_setting_is_documented_with_its_variable() -> None:

@@ -23,6 +23,7 @@ from semblend.cli.main import build_parser
 from semblend.config import CONFIG_FILE_VARIABLE, KEY_VARIABLES, SETTINGS
 from tools.reference.dynamo_page import dynamo_markdown
 from tools.reference.event_pages import events_markdown, metrics_markdown
+from tools.reference.models_page import models_markdown
 from tools.reference.sglang_page import sglang_markdown
 from tools.reference.support_tables import EXTRAS
 from tools.reference.trtllm_page import trtllm_markdown
@@ -43,6 +44,7 @@ def render_all() -> dict[str, str]:
         "errors.md": errors_markdown,
         "events.md": events_markdown,
         "metrics.md": metrics_markdown,
+        "models.md": models_markdown,
         "vllm.md": vllm_markdown,
         "sglang.md": sglang_markdown,
         "trtllm.md": trtllm_markdown,

@@ -39,15 +39,15 @@ VLLM: tuple[Feature, ...] = (
         "full attention with rotary positions (Llama, Qwen, Mistral without a window, …)",
         SupportLevel.YES,
         "float32, bfloat16 and float16. The families whose keys we know how to move, each held against its own model "
-        "in transformers, are a table: FAMILIES in src/semblend/materialize/kv/rope.py",
+        "in transformers, are [a table](models.md#families)",
         f"{_VLLM_ENGINES}/test_reuse.py",
     ),
     Feature(
-        "models with experts (Qwen3-MoE, Mixtral, OLMoE, Granite MoE, GLM-4.5, MiniMax-M2)",
+        "models with experts (Qwen3-MoE, Mixtral, OLMoE, Granite MoE, GLM-4.5, MiniMax-M2, Hy3)",
         SupportLevel.YES,
-        "small ones with random weights run in the tests. Two tensor parallel ranks of a small Mixtral answered and "
-        "accounted as one does. Expert parallel with tensor parallel is not refused and was never run: vLLM's CPU "
-        "package dies of it without us too. All ranks make each pass together there as well",
+        "small ones with random weights run in the tests, the shape of Qwen3-30B-A3B on an H200. Two tensor parallel "
+        "ranks of a small Mixtral answered and accounted as one does. Expert parallel with tensor parallel is not "
+        "refused and was never run: vLLM's CPU package dies of it without us too. All ranks make each pass together",
         f"{_VLLM_ENGINES}/test_families.py",
     ),
     Feature(
@@ -65,8 +65,8 @@ VLLM: tuple[Feature, ...] = (
         f"{_VLLM_ENGINES}/test_tensor_parallel.py",
     ),
     Feature(
-        "sliding windows beside full attention (Gemma 2 and 3, gpt-oss, Cohere 2, EXAONE 4, Olmo 3), with "
-        "--disable-hybrid-kv-cache-manager",
+        "sliding windows beside full attention (Gemma 2 and 3, gpt-oss, Cohere 2, EXAONE 4, Olmo 3, Mellum 2, Trinity) "
+        "with --disable-hybrid-kv-cache-manager",
         SupportLevel.YES,
         "vLLM then keeps the KV of every position in every layer. Small models with random weights, in the shapes of "
         "Gemma 3, Gemma 2, EXAONE 4 and gpt-oss, on a CPU; never run on a GPU, nor with real weights",
@@ -95,9 +95,10 @@ VLLM: tuple[Feature, ...] = (
     Feature(
         "latent attention (MLA): DeepSeek-V2, V3 and R1, Kimi K2, GLM-4.7-Flash",
         SupportLevel.YES,
-        "run on a CPU only, with random weights in the shapes of DeepSeek-V2 and V3; each engine checks at its start "
-        "that its backend attends as our passes ask, and is declined if not. So it is with MLA switched off, an 8-bit "
-        "cache, sparse attention (index_topk) and other model types",
+        "run on a CPU, with random weights in the shapes of DeepSeek-V2 and V3. On an H200 V2-Lite, compiled, was "
+        "declined by its canary, which allows latents more since; it was not run there again. Each engine checks at "
+        "its start that its backend attends as our passes ask, and is declined if not. So it is with MLA switched off, "
+        "an 8-bit cache, sparse attention (index_topk) and other model types",
         f"{_VLLM_ENGINES}/test_latents.py",
     ),
     Feature(
@@ -142,7 +143,7 @@ VLLM: tuple[Feature, ...] = (
         SupportLevel.YES,
         "the served model checks every guess, so answers are those without speculation. Donors hold no KV of a draft: "
         "it guesses worse on a prompt that was loaded. n-gram, a draft model, EAGLE, EAGLE 3 and MTP ran on a CPU; "
-        "suffix needs arctic-inference and was read, as were the others; no GPU and no model runner V2",
+        "suffix needs arctic-inference and was read, as were the others. n-gram ran on an H200 too",
         f"{_VLLM_ENGINES}/test_speculation.py",
     ),
     Feature(

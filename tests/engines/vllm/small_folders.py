@@ -31,11 +31,14 @@ def write(kind: str, folder: Path, like: str) -> Path:
 
 FEW: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 LOCAL: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+HY = {"expert_hidden_dim": 64, "first_k_dense_replace": 1, "route_norm": True, "qk_norm": True}
 EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": FEW | {"head_dim": 32},
     "mixtral": LOCAL,
     "olmoe": FEW,
     "granitemoe": LOCAL,
+    "glm": {"head_dim": 32, "partial_rotary_factor": 0.5},
+    "hy_v3": FEW | {"head_dim": 32, "num_shared_experts": 1, **HY},
     "glm4_moe": {
         **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_shared_experts": 1},
         **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "head_dim": 32, "use_qk_norm": True},
@@ -43,7 +46,8 @@ EXPERTS: dict[str, dict[str, Any]] = {
     # The checkpoints route by sigmoids, which vLLM's CPU package does not do without groups of experts.
     "minimax_m2": LOCAL | {"head_dim": 32, "rotary_dim": 16, "scoring_func": "softmax", "use_routing_bias": True},
 }
-"""Kinds of models with experts, and what their configs say beside the sizes."""
+"""Kinds of models with experts, and what their configs say beside the sizes. GLM has none: vLLM runs it by the
+class of transformers."""
 
 PICTURES: dict[str, dict[str, Any]] = {
     "qwen3_vl": {

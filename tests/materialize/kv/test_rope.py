@@ -92,10 +92,14 @@ FIELDS: dict[str, dict[str, Any]] = {
     "solar_open": TINY | ROUTED | {"head_dim": 16, "n_shared_experts": 1},
     "starcoder2": TINY | {"sliding_window": None},
 }
-OWN_DEFAULTS = {"gptj", "codegen", "falcon", "ministral3", "apertus", "gpt_oss"}
+OWN_DEFAULTS = {"gptj", "codegen", "falcon", "ministral3", "apertus", "gpt_oss", "laguna"}
 """No rotary fields mean more there than base and dimensions."""
 FOUR = TINY | {"num_hidden_layers": 4, "head_dim": 16}
 BOTH = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 4096}
+BY_TYPE = {
+    "full_attention": {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}
 CHUNKED = {"layer_types": ["chunked_attention", "full_attention"] * 2, "attention_chunk_size": 4096}
 FIELDS |= {
     "cohere2": FOUR | BOTH,
@@ -106,6 +110,13 @@ FIELDS |= {
     "llama4_text": FOUR
     | CHUNKED
     | {"no_rope_layers": [1, 0] * 2, "num_local_experts": 2, "intermediate_size_mlp": 48, "moe_layers": []},
+    "afmoe": FOUR | BOTH | EXPERTS | {"num_shared_experts": 1, "num_dense_layers": 1, "global_attn_every_n_layers": 2},
+    "hy_v3": FOUR | EXPERTS | {"num_shared_experts": 1},
+    "laguna": FOUR
+    | BOTH
+    | EXPERTS
+    | {"shared_expert_intermediate_size": 16, "rope_parameters": copy.deepcopy(BY_TYPE)},
+    "mellum": FOUR | BOTH | EXPERTS,
     "olmo3": FOUR | BOTH,
     "smollm3": FOUR | {"no_rope_layers": [1, 0, 1, 1]},
 }
@@ -188,6 +199,14 @@ def test_where_layers_differ_only_who_asks_by_layer_may_move_them(family):
         with pytest.raises(InputError, match="rotate differently"):
             rope.relocate(torch.zeros(1, 1, 16), 3)
     assert unpack_rope(json.loads(json.dumps(pack_rope(rope)))) == rope
+
+
+def test_layers_that_rotate_different_parts_of_a_head_are_refused():
+    transformers = pytest.importorskip("transformers", reason="the config")
+    fields = {name: value for name, value in FIELDS["laguna"].items() if name != "rope_parameters"}
+    config = transformers.AutoConfig.for_model("laguna", **fields).to_dict()
+    assert refusal(config, by_layer=True) == "The layers rotate different numbers of dimensions."
+    assert refusal(config | {"layer_types": ["full_attention"] * 4}, by_layer=True) is None
 
 
 GLOBAL = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}

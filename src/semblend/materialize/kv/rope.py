@@ -42,7 +42,7 @@ class RopeFamily:
     theta: float = 10_000.0
     layers: Literal["alike", "by type", "windowed only", "listed"] = "alike"
     """Which layers rotate, and how: all alike; each as ``rope_parameters`` says of its type; only those with a window
-    (where there are none, EXAONE 4 rotates all and Cohere 2 none); or those that ``no_rope_layers`` lists with a 1."""
+    (where there are none, EXAONE 4 rotates all and others none); or those that ``no_rope_layers`` lists with a 1."""
     local_theta: float | None = None
     """Of layers with a window, where the config names none."""
 
@@ -65,10 +65,12 @@ FAMILIES: dict[str, RopeFamily] = {
     **dict.fromkeys(("gptj", "codegen", "glm4v_text"), RopeFamily("interleaved")),
     "gemma2": RopeFamily(),
     "gemma3_text": RopeFamily(theta=1_000_000.0, layers="by type", local_theta=10_000.0),
-    "olmo3": RopeFamily(theta=500_000.0, layers="by type"),
+    "mellum": RopeFamily(theta=500_000.0, layers="by type", local_theta=10_000.0),
+    **dict.fromkeys(("olmo3", "laguna"), RopeFamily(theta=500_000.0, layers="by type")),
+    "hy_v3": RopeFamily(theta=11_158_840.0),
     "gpt_oss": RopeFamily(theta=150_000.0),
     "cohere2": RopeFamily("interleaved", layers="windowed only"),
-    "exaone4": RopeFamily(layers="windowed only"),
+    **dict.fromkeys(("exaone4", "afmoe"), RopeFamily(layers="windowed only")),
     "llama4_text": RopeFamily("interleaved", theta=500_000.0, layers="listed"),
     "smollm3": RopeFamily(theta=2_000_000.0, layers="listed"),
 }
@@ -152,7 +154,7 @@ def list_layer_configs(config: Config) -> list[Config | None]:
     if family.layers == "listed":
         listed = list(config.get("no_rope_layers") or ())
         return [config if rotates else None for rotates in listed] if 0 in listed else []
-    if family.layers == "windowed only" and ("sliding_attention" in kinds or config.get("model_type") == "cohere2"):
+    if family.layers == "windowed only" and ("sliding_attention" in kinds or config.get("model_type") != "exaone4"):
         return [config if kind == "sliding_attention" else None for kind in kinds]
     if family.layers != "by type":
         return []
@@ -311,6 +313,8 @@ def refusal(config: Config, *, by_layer: bool = False, latents: bool = False) ->
             checks = tuple(check for check in checks if check is not _layers_differ)
             try:
                 found = {repr(one): one for one in list_layer_configs(config) if one is not None}
+                if len({rotary_dim(one) for one in found.values()}) > 1:
+                    return "The layers rotate different numbers of dimensions."
             except InputError as error:
                 return f"The rotary parameters cannot be read: {error.message}."
             configs = list(found.values()) or configs

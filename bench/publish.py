@@ -194,7 +194,7 @@ def quality_with_floors(result: Result) -> str:
 
 
 def edited_quality(result: Result) -> str:
-    """By edit: how far from cold other words for it are, `fast`, and a repair of 10 % in one pass, and what that costs."""
+    """By edit: how far from cold are other words for it, `fast`, and 10 % in one pass, and what the last costs."""
     names = ["edit", "prompts", "runs", "rerun", "other wording", "`fast`", "10 % in one pass", "20 %", "40 %",
              "10 %: above 0.1", "10 %: F1 against cold", "10 %: of a prefix cache's FLOPs"]  # fmt: skip
     found: dict[str, dict[str, dict[str, Any]]] = {}
@@ -204,8 +204,9 @@ def edited_quality(result: Result) -> str:
     for edit, lines in found.items():
         ten = lines["at-once-10"]
         ways = ("rerun", "other wording", "fast", "at-once-10", "at-once-20", "at-once-40")
+        name = edit.replace("_x5", ", five edits since the donor").replace("_x10", ", ten").replace("_", " ")
         shown.append([
-            edit.replace("_x5", ", five edits since the donor").replace("_x10", ", ten").replace("_", " "), ten["n"], ten["runs"],
+            name, ten["n"], ten["runs"],
             *(lines[way]["KL answer"].split(" ")[0] for way in ways), round(ten["KL > 0.1"] * ten["n"]),
             ten["F1 vs cold"].split(" ")[0], ten["of a prefix cache's"],
         ])  # fmt: skip

@@ -250,8 +250,8 @@ CANARY_TOLERANCE: Mapping[torch.dtype, float] = MappingProxyType(
 )
 """Largest relative error of a layer-0 key or value that still is rounding; measured, see decisions/quality-gate.md."""
 LATENT_TIMES = 2.0
-"""So many times that for latents. A compiled step rounds less often than our look does, which is much in tiny pairs, and
-of a latent only 32 pairs rotate: on an H200 the worst of 160 rows was off by .0205, by .0046 without compiling."""
+"""So many times that for latents. A compiled step rounds less often than our look does, which is much in tiny pairs,
+and of a latent only 32 pairs rotate: on an H200 the worst of 160 rows was 0.0205 off, 0.0046 without compiling."""
 EIGHT_BIT_TOLERANCE = 0.09
 """The same where donors are held at 8 bits; measured, see decisions/moving-kv.md."""
 

@@ -23,7 +23,6 @@ import numpy as np
 from semblend.errors import ConfigError
 from semblend.plan.reuse_plan import ReusePlan
 from semblend.quality import MODE_NATS
-from semblend.span import Span
 
 if TYPE_CHECKING:
     from torch import Tensor  # `semblend estimate` reads the shape of a plan where no torch is installed

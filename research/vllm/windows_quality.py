@@ -112,12 +112,14 @@ def measure(bench: Bench, case: Any, first: list[int]) -> list[dict[str, Any]]:
         bench.world.ask(first + list(donor), tokens=2, quality="exact")
     for arm, percent in ARMS.items():
         if percent is None:
-            free, seen, receipt = bench.answer(prompt, [], opt_out=True)[0], bench.answer(prompt, said, opt_out=True)[1], {}
+            free, seen, receipt = bench.compute_cold(prompt, [])[0], bench.compute_cold(prompt, said)[1], {}
         else:
             mode = bench.repair(percent)
             _, seen, receipt = bench.answer(prompt, said, quality=mode)
+            bench.world.forget_prefixes()
             free, _, again = bench.answer(prompt, [], quality=mode)
             receipt = receipt | {"same": receipt.get("reused_tokens") == again.get("reused_tokens")}
+        bench.world.forget_prefixes()
         apart = [float((cold.exp() * (cold - other)).sum()) for cold, other in zip(truth, seen, strict=True)]
         agree = sum(int(cold.argmax() == other.argmax()) for cold, other in zip(truth, seen, strict=True)) / len(truth)
         kinds = ("outcome", "reason", "detail", "reused_tokens", "recomputed_tokens", "prefill_tokens", "canary", "same")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from collections import defaultdict
 from dataclasses import replace
@@ -39,7 +40,8 @@ class Eyes:
 
         def compute_logits(*given: Any, **more: Any) -> Any:
             logits = real(*given, **more)
-            if logits is not None and self.forced:
+            is_a_look = "semblend" in sys._getframe(1).f_code.co_filename  # ours, before the request is computed
+            if logits is not None and self.forced and not is_a_look:
                 self.seen.append(logits[-1].float().log_softmax(-1).clone())
                 logits = logits.clone().fill_(-1e9)
                 logits[:, self.forced[min(len(self.seen), len(self.forced)) - 1]] = 0.0

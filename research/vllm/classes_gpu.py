@@ -125,7 +125,9 @@ def explain_decline(llm: Any, heard: Heard) -> str | None:
     refusal = scheduler.connector._ours.facts.refusal
     if refusal is None and hasattr(get_kv_transfer_group()._worker, "_model"):
         return None
-    groups = [(type(one.kv_cache_spec).__name__, len(one.layer_names)) for one in scheduler.kv_cache_config.kv_cache_groups]
+    groups = [
+        (type(one.kv_cache_spec).__name__, len(one.layer_names)) for one in scheduler.kv_cache_config.kv_cache_groups
+    ]
     return f"scheduler: {refusal}; log: {heard.lines}; groups of KV: {groups}"
 
 
@@ -140,7 +142,9 @@ def start(name: str, tokenizer: str, folder: Path, tiny: bool) -> Any:
 
     make, small, engine = list_classes()[name]
     config = make(**(small if tiny else {}))
-    config.architectures = [type(config).__name__.replace("TextConfig", "Config").removesuffix("Config") + "ForCausalLM"]
+    config.architectures = [
+        type(config).__name__.replace("TextConfig", "Config").removesuffix("Config") + "ForCausalLM"
+    ]
     config.save_pretrained(folder)
     AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
     (folder / "thresholds.json").write_text(Thresholds(1e9, 1e9, 1e9).to_json())
@@ -174,7 +178,16 @@ def measure_distance(ours: Any, theirs: Any) -> float:
 
 
 def show(receipt: dict[str, Any]) -> dict[str, Any]:
-    kinds = ("outcome", "reason", "detail", "reused_tokens", "recomputed_tokens", "prefill_tokens", "canary", "escalations")
+    kinds = (
+        "outcome",
+        "reason",
+        "detail",
+        "reused_tokens",
+        "recomputed_tokens",
+        "prefill_tokens",
+        "canary",
+        "escalations",
+    )
     return {kind: receipt[kind] for kind in kinds if receipt.get(kind) is not None}
 
 

@@ -15,6 +15,7 @@ Weights are random: real kernels and real speed, no real text. One engine a clas
 from __future__ import annotations
 
 import json
+import logging
 import os
 import statistics
 import subprocess
@@ -29,7 +30,7 @@ os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VLLM_USE_FLASHINFER_SAMPLER="0",
     VLLM_NO_USAGE_STATS="1",
-    VLLM_LOGGING_LEVEL="WARNING",
+    VLLM_LOGGING_LEVEL="INFO" if "gpt-oss-20b" in sys.argv else "WARNING",  # it was declined, and nobody saw why
     HF_HUB_OFFLINE="1",
 )
 LENGTH, ROUNDS, ANSWER = (1024, 1, 8) if "--tiny" in sys.argv else (8192, 8, 8)
@@ -100,6 +101,36 @@ def make_weights_speak(model: Any) -> None:
                 weights.normal_(0, 1, generator=made)
 
 
+class Heard(logging.Filter):
+    """What our connector says from warnings up: why its worker's half declines an engine is said there only.
+
+    A filter that lets all through: vLLM takes handlers away when it sets its log up.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno >= logging.WARNING:
+            self.lines.append(record.getMessage())
+        return True
+
+
+def explain_decline(llm: Any, heard: Heard) -> str | None:
+    """Why our connector reuses nothing in this engine, by its scheduler's half and by its worker's; None if it does."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    refusal = scheduler.connector._ours.facts.refusal
+    if refusal is None and hasattr(get_kv_transfer_group()._worker, "_model"):
+        return None
+    groups = [
+        (type(one.kv_cache_spec).__name__, len(one.layer_names)) for one in scheduler.kv_cache_config.kv_cache_groups
+    ]
+    return f"scheduler: {refusal}; log: {heard.lines}; groups of KV: {groups}"
+
+
 def start(name: str, tokenizer: str, folder: Path, tiny: bool) -> Any:
     """An engine with our connector, and eyes on both its halves (tests/engines/vllm)."""
     from transformers import AutoTokenizer
@@ -111,12 +142,16 @@ def start(name: str, tokenizer: str, folder: Path, tiny: bool) -> Any:
 
     make, small, engine = list_classes()[name]
     config = make(**(small if tiny else {}))
-    config.architectures = [type(config).__name__.replace("TextConfig", "Config").removesuffix("Config") + "ForCausalLM"]
+    config.architectures = [
+        type(config).__name__.replace("TextConfig", "Config").removesuffix("Config") + "ForCausalLM"
+    ]
     config.save_pretrained(folder)
     AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
     (folder / "thresholds.json").write_text(Thresholds(1e9, 1e9, 1e9).to_json())
     extra = {"quality": "fast", "learn_costs": False, "control_share": 0.0}
     extra |= {"thresholds": str(folder / "thresholds.json"), "deep_tolerance": 0, "donor_host_bytes": 8 << 30}
+    heard = Heard()
+    logging.getLogger("vllm.semblend").addFilter(heard)
     llm = LLM(
         model=str(folder), load_format="dummy", dtype="bfloat16", max_model_len=LENGTH + 512, max_num_batched_tokens=8192,
         max_num_seqs=16, gpu_memory_utilization=0.1, kv_cache_memory_bytes=(1 if tiny else 4) << 30, enable_prefix_caching=True,
@@ -126,6 +161,8 @@ def start(name: str, tokenizer: str, folder: Path, tiny: bool) -> Any:
             kv_connector_extra_config=extra,
         ),
     )  # fmt: skip
+    if why := explain_decline(llm, heard):
+        raise RuntimeError(f"{name} is declined: {why}")
     llm.apply_model(make_weights_speak)
     return World(llm)
 
@@ -141,7 +178,16 @@ def measure_distance(ours: Any, theirs: Any) -> float:
 
 
 def show(receipt: dict[str, Any]) -> dict[str, Any]:
-    kinds = ("outcome", "reason", "detail", "reused_tokens", "recomputed_tokens", "prefill_tokens", "canary", "escalations")
+    kinds = (
+        "outcome",
+        "reason",
+        "detail",
+        "reused_tokens",
+        "recomputed_tokens",
+        "prefill_tokens",
+        "canary",
+        "escalations",
+    )
     return {kind: receipt[kind] for kind in kinds if receipt.get(kind) is not None}
 
 
@@ -205,6 +251,7 @@ def run(name: str, tokenizer: str, out: Path, tiny: bool) -> None:
             row["ttft"] = time_arms(world)
     except BaseException:  # the file must say it: the machine may be gone when we look
         row["error"] = traceback.format_exc()[-4000:]
+        print(row["error"], file=sys.stderr, flush=True)
     row["s"] = round(time.monotonic() - begun, 1)
     with out.open("a") as file:
         file.write(json.dumps(row) + "\n")

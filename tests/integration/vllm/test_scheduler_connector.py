@@ -39,7 +39,7 @@ class FakeRequest:
         self.lora_request = self.prompt_embeds = self.pooling_params = self.kv_transfer_params = None
         self.mm_features, self.arrival_time = [], 0.0
         self.skip_reading_prefix_cache = self.resumable = False
-        self.said = []
+        self.said, self.num_output_tokens = [], 1  # vLLM takes tokens in before it hands us a step's report
         vars(self).update(rest)
         self.block_hashes = []
         self._block_hasher = self.hashed
@@ -495,6 +495,61 @@ def test_an_aborted_request_releases_its_donors(world):
     world.half.finish("target")
     assert world.half.semblend._claims == {}
     assert world.half._records == {}
+
+
+def receipts(world):
+    return [event.request_id for event in world.sink.events if event.fields.get("receipt") is not None]
+
+
+@pytest.mark.parametrize("reused", [False, True])
+def test_a_request_that_is_aborted_while_its_first_token_is_computed_has_no_receipt(world, reused):
+    """An engine that schedules ahead throws that token away: there is no answer to write a receipt for."""
+    world.donor()
+    before = receipts(world)
+    request = target() if reused else FakeRequest("target", [*range(9000, 9100)])
+    request.num_output_tokens = 0
+    claimed, orders = world.admit(request)
+    assert bool(claimed) is reused
+    if reused:
+        world.loaded(orders)
+        orders = world.schedule(orders.loads[0])
+    assert orders.served == ["target"]
+    assert world.half.finish("target", range(20)) is None
+    assert world.half._records == {}
+    assert world.half.semblend._claims == {}
+    world.told(orders)
+    assert receipts(world) == before
+    assert world.half._answered == {}
+    assert world.errors() == []
+    again = target(question="another")  # the id is free
+    world.served(world.admit(again)[1])
+    assert world.half.finish("target").reused_tokens == 200
+
+
+def test_an_answer_that_a_reset_throws_away_has_no_receipt_and_the_one_after_it_has(world):
+    request = FakeRequest("target", [*range(40), *DOCUMENT])
+    request.num_output_tokens = 0
+    _, thrown_away = world.admit(request)
+    world.half.count_matched(request, 0)  # preempted while it was computed, and asked about again
+    world.told(thrown_away)
+    _, orders = world.admit(request)
+    assert world.half._records["target"].receipt is None
+    request.num_output_tokens = 1
+    world.told(orders)
+    assert world.half.finish("target").prompt_tokens == 240
+    assert receipts(world) == ["target"]
+
+
+def test_a_request_that_ends_before_its_preemption_is_told_is_no_failure(world):
+    request = FakeRequest("target", [*range(40), *DOCUMENT])
+    _, orders = world.admit(request)
+    assert world.half.finish("target") is None, "its receipt comes with the report"
+    other = FakeRequest("other", range(9000, 9100))
+    claimed = world.half.count_matched(other, 0)
+    world.allocate(other, 100, claimed)
+    assert world.step(new=[(other, 0, 100)], preempted=["target"]).served == ["other"]
+    world.told(orders)
+    assert receipts(world) == ["target"]
 
 
 def test_the_hit_is_split_into_what_donors_hold_and_what_we_compute(world):

@@ -12,7 +12,7 @@ from semblend.errors import SemBlendError
 from semblend.integration.versions import VLLM, VersionEvidence
 from semblend.integration.vllm import refusals, source_check
 from semblend.integration.vllm.refusals import find_multi_connector, is_of_vllm, refusal
-from semblend.integration.vllm.worker.model_access import check_caches
+from semblend.integration.vllm.worker.model_access import check_caches, list_kinds, read_layer_spec
 
 
 def made_by(module, name="MultiConnector", ask=find_multi_connector, **settings):
@@ -66,11 +66,20 @@ class MambaSpec(SimpleNamespace):
     """A recurrent state."""
 
 
-class OfTwoSizes(SimpleNamespace):
+class OneByOne(SimpleNamespace):
+    """Layers of one group that vLLM tells apart."""
+
+    def __init__(self, first, *others):
+        specs = {f"layer {number}": spec for number, spec in enumerate((first, *others))}
+        super().__init__(kv_cache_specs=specs, block_size=16)
+
+
+class OfTwoSizes(OneByOne):
     """Layers of two sizes in one group."""
 
     def __init__(self, other):
-        super().__init__(kv_cache_specs={"model": FullAttentionSpec(), "draft": other})
+        other.page_size_bytes = 512
+        super().__init__(FullAttentionSpec(page_size_bytes=1024), other)
 
 
 DRAFT = SimpleNamespace(method="eagle3", parallel_drafting=False, use_multi_module_mtp=lambda: False)
@@ -223,6 +232,28 @@ def test_layers_with_a_window_are_served_where_vllm_keeps_their_kv_and_else_the_
     why = why_not(config, caches)
     assert "--disable-hybrid-kv-cache-manager" in why
     assert "a prompt of 4,096 tokens then holds 1.6 times the memory" in why
+
+
+ALIKE = {"block_size": 16, "page_size_bytes": 32768, "num_kv_heads": 8, "head_size": 64, "dtype": torch.bfloat16}
+
+
+@pytest.mark.usefixtures("known_sources")
+def test_layers_that_vllm_tells_apart_by_their_window_are_served_and_each_kind_is_described_by_itself():
+    """vLLM 0.26 on a GPU: what a promoted layer says of its memory is not what a full one does, so both stay apart."""
+    windowed, full = (FullAttentionSpec(**ALIKE, sliding_window=size) for size in (128, None))
+    spec = OneByOne(windowed, full, windowed, full)
+    assert why_not(*engine(spec)) is None
+    names, group = list(spec.kv_cache_specs), SimpleNamespace(kv_cache_spec=spec)
+    assert read_layer_spec(group, names) is windowed
+    assert list_kinds(group, names) == [(windowed, names[::2]), (full, names[1::2])]
+    assert list_kinds(SimpleNamespace(kv_cache_spec=full), names) == [(full, names)]
+
+
+@pytest.mark.usefixtures("known_sources")
+@pytest.mark.parametrize("other", [{"num_kv_heads": 4}, {"head_size": 96}, {"dtype": torch.half}, {"block_size": 32}])
+def test_layers_that_keep_tokens_in_other_sizes_are_refused(other):
+    full, another = FullAttentionSpec(**ALIKE), FullAttentionSpec(**ALIKE | other)
+    assert "full attention" in why_not(*engine(OneByOne(full, another)))
 
 
 @pytest.mark.usefixtures("known_sources")

@@ -24,7 +24,7 @@ from semblend.materialize.gate.thresholds import (
     Thresholds,
 )
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
-from semblend.plan.times import Forecast
+from semblend.plan.times import PAYS_BELOW, Forecast
 from semblend.prompt import Namespace
 from semblend.quality import GATED_MODE, MODE_NATS, find_path, read_nats
 
@@ -132,7 +132,10 @@ class _Record:
 
     ``longer``: of those that were served, how much longer than expected, in sum; ``refusals``: what those cost that the
     gate refused, in prefills, in sum. ``repaired``: those that began with the smallest repair; ``raised``: of these,
-    the ones that needed another. ``raises``: how many began with the larger one since.
+    the ones that needed another. ``raises``: how many began with the larger one since. ``tries``: how many were
+    begun in a row although the kind was not expected to pay, None where no such row is under way; ``spent``: what those
+    cost, in prefills. ``tried``: how long the last row was; after a long one more are declined, so that luck gets no
+    larger share of the prompts.
     """
 
     served: float = 0.0
@@ -143,6 +146,15 @@ class _Record:
     repaired: float = 0.0
     raised: float = 0.0
     raises: int = 0
+    tries: int | None = None
+    spent: float = 0.0
+    tried: int = 1
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether what was tried has paid so far, which counts more than what was slow before: the engine may have been
+        held up. A row of tries ends with the first that costs more than all before it have saved."""
+        return self.tries is not None and self.spent < PAYS_BELOW * self.tries
 
     @property
     def is_empty(self) -> bool:
@@ -156,6 +168,14 @@ class _Record:
         if refusal is not None:
             self.refused, self.refusals = self.refused + 1, self.refusals + refusal
         self.skipped = 0
+
+    def note_try(self, cost: float) -> None:
+        if self.tries is None:
+            return
+        self.tries, self.spent = self.tries + 1, self.spent + cost
+        self.tried = self.tries
+        if not self.goes_on:
+            self.tries = None
 
     def note_repair(self, began_with: int, raised: bool) -> None:
         if began_with > STEPS[0]:
@@ -228,9 +248,12 @@ class OutcomeMemory:
             record = self._find(namespace, kind)
             expected = record.expect(forecast)
             if expected.pays:
+                record.tries, record.tried = None, 1
                 return Verdict(expected)
-            if record.skipped >= count_skips(expected.cost):
-                record.skipped = 0
+            if record.goes_on:
+                return Verdict(expected)
+            if record.skipped >= min(MAX_SKIPPED, record.tried * count_skips(expected.cost)):
+                record.skipped, record.tries, record.spent = 0, 0, 0.0
                 return Verdict(expected)
             record.skipped += 1
             reason = DeclineReason.QUALITY_RISK if record.refused else DeclineReason.BELOW_BREAK_EVEN
@@ -283,6 +306,7 @@ class OutcomeMemory:
                     _take(self._donors, donor_id, lambda: True, MAX_DONORS)
                 if not refused:
                     record.note_repair(plan.repair, escalations > 0)
+            record.note_try(max(COLD, took / forecast.cold) if refused else min(took, most) / forecast.cold)
             if refused:
                 record.add(refusal=max(COLD, took / forecast.cold))
             else:

@@ -143,6 +143,12 @@ class Record(ReuseSession):
         return self.request.source
 
     @property
+    def has_said(self) -> bool:
+        """Whether vLLM has taken in its first token, or has none to take in. What a step computes of a request that is
+        aborted meanwhile, or preempted by a reset, it throws away."""
+        return self.source.num_output_tokens > 0 or is_given(getattr(self.source, "pooling_params", None))
+
+    @property
     def is_settled(self) -> bool:
         """Its prompt is complete, and nothing approximate is in its blocks."""
         return self.has_answered and self.salted is None

@@ -214,7 +214,7 @@ class SchedulerConnector:
         if record.is_loading:
             self._loads.cancel(request_id)
             self.shares.drop_of(record)
-        is_receipt_due = record.has_answered and record.receipt is None
+        is_receipt_due = record.has_answered and record.has_said and record.receipt is None
         record.end()
         if not is_receipt_due:
             self._forget(request_id)
@@ -479,7 +479,7 @@ class SchedulerConnector:
     def _start_over(self, request_id: str) -> None:
         """Preempted: its blocks are gone, it will be computed from its exact prefix on, under its own hashes."""
         record = self._records.get(request_id)
-        if record is None:
+        if record is None or record.state is State.ENDED:  # it may end before the step that names it
             return
         self._confirm(request_id)
         if record.is_loading:
@@ -493,7 +493,7 @@ class SchedulerConnector:
     def _confirm(self, request_id: str) -> None:
         """The prompt's last step is done, so the first token is out: the receipt, once."""
         times, record = self._answered.pop(request_id, None), self._records.get(request_id)
-        if times is None or record is None or record.receipt is not None:
+        if times is None or record is None or record.receipt is not None or not record.has_said:
             return
         arrival = getattr(record.source, "arrival_time", None)
         ttft_ms = None if arrival is None else max(0.0, (times[0] - arrival) * 1e3)

@@ -133,11 +133,12 @@ class StockModel:
         self._names = [name for name in group.layer_names if name in caches and id(known.get(name)) in own]
         self._caches = [caches[name] for name in self._names]
         self._kv_spec = read_layer_spec(group, self._names)
+        self._kinds = list_kinds(group, self._names)
         self.keeps_latents = keeps_latents(self._kv_spec)
         if self.keeps_latents:  # as the layers see them, without the one head
             self._caches = [cache.squeeze(1) if cache.dim() == 4 else cache for cache in self._caches]
         check_caches(self._names, self._caches, self.layers)
-        self._builder: Any = None
+        self._builders: list[tuple[Any, list[str]]] = []
         self._recorded: RecordedPasses | None = None
         self._looks: RecordedLooks | None = None
         self._groups_rows = False
@@ -187,7 +188,7 @@ class StockModel:
     @cached_property
     def layout(self) -> Layout:
         """Where KV lies. Asked for at the first use: the backend is not ready when a connector is made."""
-        self._get_builder()
+        self._get_builders()
         layer, (_, kv_heads, head_dim, _) = self.layers[0], self.kv_shape
 
         def write(k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> None:
@@ -208,7 +209,8 @@ class StockModel:
         """Raise where this engine's attention is not what passes of ours need; seen at its start, of latents only."""
         if self.keeps_latents:
             assert isinstance(self.layout, LatentLayout)
-            check_latents(self.layers[0], self.layout, self._caches[0], self._make_metadata)
+            first = self._names[0]
+            check_latents(self.layers[0], self.layout, self._caches[0], lambda rows: self._make_metadata(rows)[first])
 
     @torch.inference_mode()
     def forward(self, rows: Rows, observer: Observer | None = None) -> Tensor:
@@ -276,12 +278,12 @@ class StockModel:
     def _run_pass(self, rows: Rows, observer: Observer | None, attend: Attend | None) -> Tensor:
         from vllm.forward_context import set_forward_context
 
-        metadata = OURS if attend else self._make_metadata(rows)
+        metadata = dict.fromkeys(self._names, OURS) if attend else self._make_metadata(rows)
         with (
             self._quiet(),
             replace_attention(self.layers, PassAttention(rows, self.layout, observer, attend)),
             set_forward_context(
-                dict.fromkeys(self._names, metadata),
+                metadata,
                 self._config,
                 num_tokens=len(rows),
                 slot_mapping=dict.fromkeys(self._names, rows.slots),
@@ -299,18 +301,19 @@ class StockModel:
         found: Tensor = self._model.compute_logits(hidden)
         return found
 
-    def _get_builder(self) -> Any:
-        if self._builder is None:
-            backend = self.layers[0].get_attn_backend()
-            make = backend.get_builder_cls()
+    def _get_builders(self) -> list[tuple[Any, list[str]]]:
+        """What describes a pass to the backend, and to which layers: some write their window into it."""
+        if not self._builders:
+            make = self.layers[0].get_attn_backend().get_builder_cls()
             config = without_graphs(self._config) if self.keeps_latents else self._config
-            self._builder = make(self._kv_spec, self._names, config, self.device)
-        return self._builder
+            self._builders = [(make(spec, names, config, self.device), names) for spec, names in self._kinds]
+        return self._builders
 
-    def _make_metadata(self, rows: Rows) -> Any:
+    def _make_metadata(self, rows: Rows) -> dict[str, Any]:
         """For vLLM's own attention; one pseudo request a run: its queries are the run, and its context all before."""
         described = self._describe(rows, choose_latent_runs(rows) if self.keeps_latents else rows.runs)
-        return self._get_builder().build(0, described, fast_build=True)
+        made = [(builder.build(0, described, fast_build=True), names) for builder, names in self._get_builders()]
+        return {name: metadata for metadata, names in made for name in names}
 
     def _describe(self, rows: Rows, runs: Sequence[tuple[int, int]]) -> Any:
         from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -371,6 +374,16 @@ def read_layer_spec(group: Any, names: Sequence[str]) -> Any:
     if any((one.block_size, one.page_size_bytes) != (first.block_size, first.page_size_bytes) for one in others):
         raise SemBlendError("the layers have caches of different sizes", hint="such models run without reuse")
     return first
+
+
+def list_kinds(group: Any, names: Sequence[str]) -> list[tuple[Any, list[str]]]:
+    """The layers by what vLLM knows of their cache: where it knows them one by one, their windows may differ."""
+    specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    if specs is None:
+        return [(group.kv_cache_spec, list(names))]
+    windows = list(dict.fromkeys(getattr(specs[name], "sliding_window", None) for name in names))
+    members = [[name for name in names if getattr(specs[name], "sliding_window", None) == one] for one in windows]
+    return [(specs[same[0]], same) for same in members]
 
 
 def read_rope_config(vllm_config: Any) -> Mapping[str, Any]:

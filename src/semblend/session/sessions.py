@@ -491,7 +491,7 @@ class Sessions:
             return
         donor_id = None
         if session.plan is not None and (session.goes_on_from or not session.shares):
-            if session.edited is not None or PlanShape.of(session.plan).is_edited:
+            if session.edited is not None or PlanShape.of(session.plan).revises:
                 donor_id = session.plan.donor_ids[0]
                 if session.edited is not None and session.exact_until is not None:
                     self.debts.note(session.edited, self._choose_way(session))
@@ -597,7 +597,7 @@ def count_work(plan: ReusePlan, settings: QualitySettings, repaired: float = 0.0
 
 
 def _find_edited(session: ReuseSession, plan: ReusePlan) -> EditedHistory | None:
-    return EditedHistory.of(plan, session.prompt.token_ids) if PlanShape.of(plan).is_edited else None
+    return EditedHistory.of(plan, session.prompt.token_ids) if PlanShape.of(plan).revises else None
 
 
 def _sum_keys(start: int, end: int) -> int:

@@ -106,13 +106,17 @@ class PlanShape:
         return self.order is PassageOrder.IN_ORDER and self.among_tokens > SMALL_SHARE * self.reused_tokens
 
     @property
-    def is_edited(self) -> bool:
-        """Whether a prompt begins with what the engine has and goes on with a donor's tokens in part, or in order with
-        much that is new: an agent that edited its history keeps the system prompt. Passages of a donor under another
-        instruction, of which some were left out, are further from cold, and are none."""
+    def revises(self) -> bool:
+        """Whether a prompt goes on with a donor's tokens in part, or in order with much that is new."""
         has_much_new = self.tokens - self.reused_tokens > NEW_SHARE * self.tokens
-        in_order = self.order is PassageOrder.IN_ORDER
-        return self.exact_tokens >= MIN_BEGINNING and (self.in_part or (in_order and has_much_new))
+        return self.in_part or (self.order is PassageOrder.IN_ORDER and has_much_new)
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether such a prompt begins with what the engine has, too: an agent that edited its history keeps the system
+        prompt. Passages of a donor under another instruction, of which some were left out, are further from cold, and
+        are none."""
+        return self.exact_tokens >= MIN_BEGINNING and self.revises
 
     @property
     def kind(self) -> str:

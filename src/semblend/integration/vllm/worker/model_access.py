@@ -14,7 +14,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cached_property
+from functools import cached_property, partial
 from types import FrameType
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from semblend.errors import SemBlendError
-from semblend.integration.vllm.worker.cache_layout import probe_layout
+from semblend.integration.vllm.worker.cache_layout import Digits, probe_codes, probe_layout
 from semblend.integration.vllm.worker.cuda_graphs import RecordedLooks, RecordedPasses
 from semblend.integration.vllm.worker.latents import (
     check_latents,
@@ -43,6 +43,13 @@ from semblend.integration.vllm.worker.pass_attention import (
     compile_attention,
     count_recorded_parts,
     replace_attention,
+)
+from semblend.integration.vllm.worker.quantised import (
+    NARROW_TYPES,
+    QuantisedLayout,
+    check_quantised,
+    check_scales,
+    read_scales,
 )
 from semblend.materialize.contract import Capabilities, Layout, Observer, Rows, StopPass
 from semblend.materialize.gate.observers import Canary
@@ -136,7 +143,7 @@ class StockModel:
         self.keeps_latents = keeps_latents(self._kv_spec)
         if self.keeps_latents:  # as the layers see them, without the one head
             self._caches = [cache.squeeze(1) if cache.dim() == 4 else cache for cache in self._caches]
-        check_caches(self._names, self._caches, self.layers)
+        self.narrow = check_caches(self._names, self._caches, self.layers)
         self._builder: Any = None
         self._recorded: RecordedPasses | None = None
         self._looks: RecordedLooks | None = None
@@ -176,7 +183,13 @@ class StockModel:
         """Layers, KV heads of this rank, head size and type of the cache; known before its layout is."""
         first = self.layers[0]
         size = int(first.head_size) // (2 if self.keeps_latents else 1)  # of a latent it is half the vector
-        return len(self._names), int(first.num_kv_heads), size, self._caches[0].dtype
+        return len(self._names), int(first.num_kv_heads), size, self.dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of keys and values outside of the cache: that of the model where the cache is narrower."""
+        found: torch.dtype = self._config.model_config.dtype if self.narrow else self._caches[0].dtype
+        return found
 
     @property
     def layers(self) -> list[Any]:
@@ -189,6 +202,9 @@ class StockModel:
         """Where KV lies. Asked for at the first use: the backend is not ready when a connector is made."""
         self._get_builder()
         layer, (_, kv_heads, head_dim, _) = self.layers[0], self.kv_shape
+
+        if self.narrow is not None:
+            return self._lay_out_narrow(self._caches, self.layers)
 
         def write(k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> None:
             if self.keeps_latents:
@@ -203,12 +219,26 @@ class StockModel:
             raise SemBlendError("a token's latent does not lie in one piece", hint="report the backend's name")
         return LatentLayout(found.k, found.v)
 
+    def _lay_out_narrow(self, caches: Sequence[Tensor], layers: Sequence[Any]) -> QuantisedLayout:
+        """Caches of 8-bit floats, one of each of these layers."""
+        assert self.narrow is not None
+        digits = Digits(self.dtype, self.narrow, read_scales(layers[0]))
+        write = partial(layers[0].impl.do_kv_cache_update, layers[0])
+        codes = probe_codes(caches, (self.block_tokens, *self.kv_shape[1:3]), write, digits)
+        return QuantisedLayout(codes, self.narrow, self.dtype, lambda number: read_scales(layers[number]))
+
     @torch.inference_mode()
     def check(self) -> None:
-        """Raise where this engine's attention is not what passes of ours need; seen at its start, of latents only."""
+        """Raise where this engine's attention is not what passes of ours need; seen at its start, of latents and of
+        8-bit caches only."""
         if self.keeps_latents:
             assert isinstance(self.layout, LatentLayout)
             check_latents(self.layers[0], self.layout, self._caches[0], self._make_metadata)
+        if self.narrow is not None:
+            layer = next(layer for layer in self.layers if layer.sliding_window is None)
+            make = partial(self._lay_out_narrow, layers=[layer])
+            check_quantised(layer, self._caches[0], self.block_tokens, make, self._make_metadata)
+            assert self.layout.dtype == self.dtype  # it says what it cannot hold
 
     @torch.inference_mode()
     def forward(self, rows: Rows, observer: Observer | None = None) -> Tensor:
@@ -349,17 +379,28 @@ def find_windowed(layers: Sequence[Any]) -> frozenset[int]:
     return windowed
 
 
-def check_caches(names: Sequence[str], caches: Sequence[Tensor], layers: Sequence[Any]) -> None:
+def check_caches(names: Sequence[str], caches: Sequence[Tensor], layers: Sequence[Any]) -> torch.dtype | None:
     """Raise where the caches are not one plain tensor a layer; the scheduler's side cannot see that.
+
+    The type of 8 bits that is in them; None where they hold wide numbers.
 
     A checkpoint may ask for a quantised KV cache on its own, and a model for layers that read other layers' KV.
     """
+    found: set[torch.dtype | None] = set()
     for name, cache, layer in zip(names, caches, layers, strict=True):
         if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
             raise SemBlendError(f"{name} shares the KV of another layer", hint="such models run without reuse")
-        if not isinstance(cache, Tensor) or cache.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        narrow = NARROW_TYPES.get(str(getattr(layer, "kv_cache_dtype", "auto")))
+        wanted = (torch.float32, torch.float16, torch.bfloat16) if narrow is None else (torch.uint8, narrow)
+        if not isinstance(cache, Tensor) or cache.dtype not in wanted:
             kind = getattr(cache, "dtype", type(cache).__name__)
-            raise SemBlendError(f"KV of type {kind} cannot be moved", hint="do not quantise the KV cache")
+            raise SemBlendError(f"KV of type {kind} cannot be moved", hint="--kv-cache-dtype fp8, or no quantised KV")
+        if narrow is not None:
+            check_scales(layer)
+        found.add(narrow)
+    if len(found) > 1:
+        raise SemBlendError("some layers keep KV in 8 bits and others in 16", hint="such models run without reuse")
+    return next(iter(found))
 
 
 def read_layer_spec(group: Any, names: Sequence[str]) -> Any:

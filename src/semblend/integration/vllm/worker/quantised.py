@@ -1,0 +1,179 @@
+"""A cache of 8-bit floats (fp8): read in the model's own type, and rounded when it is written.
+
+A layer has one scale for its keys and one for its values. Nobody else sees 8 bits: donors, files, rotation, gate and
+checks have numbers of the model's type, which hold every 8-bit number times its scale, so that what is copied comes
+back byte for byte. We write by ourselves, to the nearest number: vLLM's writer on CPUs cuts off what does not fit, and
+a key that is moved would be a little smaller each time.
+
+Nobody has run it on a GPU. So each engine checks its own attention when it starts (`check_quantised`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from semblend.errors import InputError, SemBlendError
+from semblend.integration.vllm.worker.cache_layout import IndexedLayout, StridedLayout
+from semblend.materialize.contract import Rows
+from semblend.materialize.kv.layout import KvLayout
+
+NARROW_TYPES = MappingProxyType(
+    {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+)
+"""What vLLM calls the types that are served."""
+Scales = Callable[[int], tuple[float, float]]
+"""By layer: what its keys and its values were divided by before they were rounded to 8 bits."""
+ROUNDING = 0.1
+"""Largest error of attention, of its largest number, that still is rounding, of a backend that rounds queries and
+weights to 8 bits too; a row more or less in the context of a row is off by 0.3 and more."""
+_HINT = "this engine computes every request itself"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantisedLayout:
+    """Caches of 8-bit floats (``narrow``); ``codes`` is where their bytes lie, and ``dtype`` the type that they are
+    read in."""
+
+    codes: StridedLayout | IndexedLayout
+    narrow: torch.dtype
+    dtype: torch.dtype
+    scales: Scales
+
+    def __post_init__(self) -> None:
+        every = torch.arange(256, dtype=torch.uint8, device=self.device)
+        every = every[every.view(self.narrow).float().isfinite()]
+        for scale in {scale for layer in range(self.layers) for scale in self.scales(layer)}:
+            if not (scale > 0 and torch.equal(self._round(self._widen(every, scale), scale), every)):
+                raise InputError(
+                    f"a KV cache of {self.narrow} and scale {scale:g} is not held exactly by {self.dtype}",
+                    hint="another --dtype or --kv-cache-dtype",
+                )
+
+    @property
+    def layers(self) -> int:
+        return self.codes.layers
+
+    @property
+    def block_tokens(self) -> int:
+        return self.codes.block_tokens
+
+    @property
+    def slots(self) -> int:
+        return self.codes.slots
+
+    @property
+    def kv_heads(self) -> int:
+        return self.codes.kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.codes.head_dim
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def views(self) -> KvLayout | None:
+        return None  # our kernels read numbers, and these are codes
+
+    def keys(self, layer: int, slots: Tensor) -> Tensor:
+        return self._widen(self.codes.keys(layer, slots), self.scales(layer)[0])
+
+    def gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = map(self._widen, self.codes.gather(layer, slots), self.scales(layer))
+        return k, v
+
+    def scatter(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        self.codes.scatter(layer, slots, *map(self._round, (k, v), self.scales(layer)))
+
+    def _widen(self, codes: Tensor, scale: float) -> Tensor:
+        return (codes.view(self.narrow).float() * scale).to(self.dtype)
+
+    def _round(self, wide: Tensor, scale: float) -> Tensor:
+        largest = torch.finfo(self.narrow).max
+        return (wide.float() / scale).clamp(-largest, largest).to(self.narrow).view(torch.uint8)
+
+
+def read_scales(layer: Any) -> tuple[float, float]:
+    """Of a layer's keys and values; asked for at each use, because vLLM sets them anew with new weights."""
+    return float(layer._k_scale_float), float(layer._v_scale_float)
+
+
+def check_scales(layer: Any) -> None:
+    """Raise where a layer has not one scale for its keys and one for its values, the same for all kernels."""
+    for scale, held in zip(read_scales(layer), (layer._k_scale, layer._v_scale), strict=True):
+        if held.numel() != 1:
+            raise SemBlendError("8-bit KV with a scale for each head is not read by our passes", hint=_HINT)
+        if abs(float(held) - scale) > 1e-6 * abs(scale):
+            raise SemBlendError(f"vLLM holds two scales of a layer's KV, {float(held):g} and {scale:g}", hint=_HINT)
+
+
+def widen_queries(layer: Any, query: Tensor, dtype: torch.dtype) -> Tensor:
+    """Queries as they were before a backend that attends in 8 bits had them rounded."""
+    if query.dtype.itemsize > 1:
+        return query
+    return (query.float() * float(layer._q_scale_float)).to(dtype)
+
+
+def check_quantised(
+    layer: Any,
+    cache: Tensor,
+    tokens: int,
+    make_layout: Callable[[Sequence[Tensor]], QuantisedLayout],
+    describe: Callable[[Rows], Any],
+) -> None:
+    """Raise where the backend reads other numbers than we do; ``describe`` makes its metadata. Nothing is kept.
+
+    Rows of our choice attend to keys and values drawn at random, as runs and one by one, and so does a plain twin to
+    what we read of them. ``cache`` is one of the engine's, with blocks of so many ``tokens``; ``make_layout`` lays out
+    others like it that are this layer's.
+    """
+    blocks = -(-200 // tokens)
+    scratch = torch.empty_strided((blocks, *cache.shape[1:]), cache.stride(), dtype=cache.dtype, device=cache.device)
+    layout, places = make_layout([scratch]), torch.arange(blocks * tokens, device=cache.device)
+    context = places.view(blocks, -1).flip(0).flatten()
+    generator = torch.Generator(device=cache.device).manual_seed(0)
+
+    def draw(count: int, heads: int) -> Tensor:
+        drawn = torch.randn(count, heads, layer.head_size, generator=generator, device=cache.device)
+        return drawn.to(layout.dtype)
+
+    k, v = (draw(len(context), layer.num_kv_heads) for _ in range(2))
+    layer.impl.do_kv_cache_update(layer, k, v, scratch, context)
+    kept = scratch.clone()
+    keys, values = layout.gather(0, context)
+    layout.scatter(0, context, keys, values)
+    if not torch.equal(kept.view(torch.uint8), scratch.view(torch.uint8)):
+        raise SemBlendError("8-bit KV that is copied does not come back as it was", hint=_HINT)
+    for at in (places[5::3], places[70:], torch.cat((places[5:6], places[30:]))):
+        rows, q = Rows.of(at, at.cpu(), context), draw(len(at), layer.num_heads)
+        asked, found = q, torch.empty_like(q)
+        if getattr(layer, "query_quant", None) is not None:
+            asked = layer.query_quant(q.flatten(1), layer._q_scale)[0].view(q.shape)
+        layer.impl.forward(layer, asked, k[at], v[at], scratch, describe(rows), output=found)
+        wanted = attend_plain(layer, widen_queries(layer, asked, layout.dtype), at, keys, values)
+        off = float((found.float() - wanted).abs().max() / wanted.abs().max())
+        if not off < ROUNDING:
+            name = layer.attn_backend.get_name()
+            raise SemBlendError(f"vLLM's {name} is off by {off:.3g} from a plain twin over 8-bit KV", hint=_HINT)
+
+
+def attend_plain(layer: Any, q: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """The plain twin: ``q[n, heads, d]`` of rows at ``positions`` attend to all up to their own, in float32."""
+    group = layer.num_heads // layer.num_kv_heads
+    k, v = (part.float().repeat_interleave(group, dim=1) for part in (keys, values))
+    scores = torch.einsum("nhd,thd->hnt", q.float(), k) * layer.impl.scale
+    if cap := layer.impl.logits_soft_cap:
+        scores = torch.tanh(scores / cap) * cap
+    ahead = torch.arange(len(k), device=q.device) > positions[:, None]
+    scores = scores.masked_fill(ahead, -torch.inf)
+    if (sinks := getattr(layer.impl, "sinks", None)) is not None:  # mass that a row has before it sees any key
+        scores = torch.cat((scores, sinks.float()[:, None, None].expand(-1, len(q), 1)), dim=-1)
+    return torch.einsum("hnt,thd->nhd", scores.softmax(-1)[..., : len(k)], v)

@@ -95,11 +95,13 @@ def quality_settings(settings: ConnectorSettings, vllm_config: Any) -> QualitySe
 
 def make_worker_connector(model: StockModel, settings: ConnectorSettings, vllm_config: Any) -> WorkerConnector:
     """The worker's side for a model that runs in this engine."""
-    tolerance = find_tolerance(model.dtype, settings.donor_bits, latents=model.keeps_latents, narrow=model.narrow)
+    quality = quality_settings(settings, vllm_config)
+    if settings.donor_bits == 8:
+        quality = replace(quality, canary_tolerance=find_tolerance(model.dtype, 8, narrow=model.narrow))
     return WorkerConnector(
         model,
         model.block_tokens,
-        replace(quality_settings(settings, vllm_config), canary_tolerance=tolerance),
+        quality,
         host_bytes=_choose_host_bytes(settings, model),
         device_bytes=max(0, settings.donor_device_bytes),
         disk_path=settings.donor_disk_path,

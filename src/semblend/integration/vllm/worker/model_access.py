@@ -153,7 +153,9 @@ class StockModel:
         self.rope = RopeSpec.from_hf_config(read_rope_config(vllm_config))
         ranks = int(vllm_config.parallel_config.tensor_parallel_size)
         rank = self.rank if ranks > 1 else None
-        self.capabilities = Capabilities(ranks=ranks, rank=rank, windowed=find_windowed(self.layers))
+        self.capabilities = Capabilities(
+            ranks=ranks, rank=rank, windowed=find_windowed(self.layers), narrow=self.narrow
+        )
 
     def agree(self, values: Tensor, how: str) -> Tensor:
         """The mean or the largest over the ranks that hold parts of the model."""

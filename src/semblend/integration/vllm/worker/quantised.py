@@ -90,6 +90,7 @@ class QuantisedLayout:
         k, v = map(self._widen, self.codes.gather(layer, slots), self.scales(layer))
         return k, v
 
+    @torch.inference_mode()  # as vLLM writes its caches
     def scatter(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         self.codes.scatter(layer, slots, *map(self._round, (k, v), self.scales(layer)))
 

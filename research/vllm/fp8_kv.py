@@ -6,8 +6,8 @@
 A prompt is computed by the model as vLLM runs it, and moved: `right` is the canary's error of each of its rows, by the
 bits of donors, `shifted` where keys are turned by one position too many or too few, `token` where the tokens are the
 next ones. Then the prompt is prepared from its donors in modes fast and balanced, checks switched off, and cold's
-greedy answer is computed on it: KL a token against cold under the same cache. `again` is cold too, computed in two pieces: what rounding does alone. Balanced may decline a prompt:
-vLLM prefills it then, which is cold.
+greedy answer is computed on it: KL a token against cold under the same cache. `again` is cold too, computed in two
+pieces: what rounding does alone. Balanced may decline a prompt: vLLM prefills it then, which is cold.
 """
 
 from __future__ import annotations

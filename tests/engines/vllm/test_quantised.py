@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from faults import CONTROL, NAMES, REASONS, Faults
-from vllm_world import MODEL, in_pieces, make_world, serve, worst
+from vllm_world import in_pieces, make_world, serve, worst
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "contract"))
 
@@ -79,7 +79,8 @@ def world(fp8_engine):
     fp8_engine.forget_prefixes()
 
 
-def test_what_is_scattered_is_gathered_and_nothing_else_changes(world):  # noqa: F811  (of 8 bits there are not all numbers)
+def test_what_is_scattered_is_gathered_and_nothing_else_changes(world):
+    """In place of the contract's rule, which wants every number back: of 8 bits there are 256."""
     layout, slots, neighbours = world.model.layout, world.take_slots(40), world.take_slots(40)
     shape = (len(slots), layout.kv_heads, layout.head_dim)
     for scale in (0.01, 1.0, 1e4):
@@ -225,6 +226,19 @@ def test_the_check_at_the_start_finds_a_backend_that_reads_otherwise(request, mo
         monkeypatch.setattr(impl, "forward", wrong)
         with pytest.raises(SemBlendError, match="plain twin over 8-bit KV"):
             model.check()
+
+
+def test_the_check_at_the_start_finds_a_kernel_of_ours_that_reads_otherwise(fp8, monkeypatch):
+    from semblend.errors import SemBlendError
+    from semblend.integration.vllm.worker import model_access
+
+    def choose(rows, layout, *, layers, grouped):
+        del rows, layout, layers, grouped
+        return lambda layer, q: q
+
+    monkeypatch.setattr(model_access, "choose_attention", choose)
+    with pytest.raises(SemBlendError, match="our kernel is off"):
+        fp8.worker._model.check()
 
 
 def test_answers_of_a_16_bit_model_and_without_reuse_are_those_of_stock_vllm(apart):

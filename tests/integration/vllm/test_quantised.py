@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from semblend.errors import InputError, SemBlendError
+from semblend.integration.vllm.worker import pass_attention
 from semblend.integration.vllm.worker.cache_layout import Digits, IndexedLayout, StridedLayout, probe_codes
-from semblend.integration.vllm.worker.quantised import QuantisedLayout, check_scales, widen_queries
+from semblend.integration.vllm.worker.quantised import QuantisedLayout, attend_plain, check_scales, widen_queries
+from semblend.materialize.contract import Rows
 from semblend.materialize.gate.observers import NARROW_TOLERANCE, find_tolerance
 from semblend.materialize.kv.moves import DonorTensors, Move
 from semblend.materialize.kv.rope import RopeSpec
@@ -74,7 +76,7 @@ def test_what_the_backend_wrote_is_read_and_copied_byte_for_byte(kind, cuts, sca
 
 
 def test_a_type_that_does_not_hold_every_8_bit_number_exactly_is_refused():
-    with pytest.raises(InputError, match="is not held exactly by torch.float16"):
+    with pytest.raises(InputError, match="is not held exactly"):
         make(E5M2, torch.float16, (1e-4, 1.0))
 
 
@@ -140,7 +142,33 @@ def test_an_observer_is_shown_queries_that_a_backend_wants_in_8_bits_as_they_wer
     assert float((shown.float() - q).abs().max() / q.abs().max()) < 2**-4
 
 
+def test_a_kernel_that_reads_wide_numbers_attends_over_what_is_read_of_8_bits(monkeypatch):
+    """The kernel is for GPUs: what it is handed is looked at, by a plain twin in its place."""
+    layout, _, _ = make(scales=(0.5, 0.25))
+    k, v = torch.randn(2, 4 * BLOCK, HEADS, DIM, generator=torch.Generator().manual_seed(1)).bfloat16()
+    context = torch.arange(4 * BLOCK).view(4, BLOCK).flip(0).flatten()
+    layout.scatter(1, context, k, v)
+    impl = SimpleNamespace(scale=0.3, logits_soft_cap=0, alibi_slopes=None)
+    layer = SimpleNamespace(impl=impl, num_heads=HEADS, num_kv_heads=HEADS, sliding_window=None)
+
+    def attend(q, positions, slots, k, v, scale, parts, after):
+        assert (scale, after) == (0.3, None)
+        return attend_plain(layer, q, positions, k.flatten(0, 1)[slots], v.flatten(0, 1)[slots]).to(q.dtype)
+
+    monkeypatch.setattr(pass_attention, "_kernel", lambda: attend)
+    at = torch.tensor([3, 17, 40])
+    q = torch.randn(3, HEADS, DIM).bfloat16()
+    rows = Rows.of(at, at, context)
+    found = pass_attention.attend_widened(rows, layout, [None, layer])(1, q)
+    wanted = attend_plain(layer, q, at, *layout.gather(1, context))
+    torch.testing.assert_close(found.float(), wanted, rtol=0.02, atol=0.02)
+    assert pass_attention.choose_attention(rows, layout, [layer], grouped=False) is None, "not on a CPU"
+    monkeypatch.setattr(pass_attention, "runs_kernels", lambda *_: True)
+    assert pass_attention.choose_attention(rows, layout, [layer], grouped=False) is not None
+
+
 def test_the_canary_follows_the_type_of_the_cache():
     for narrow, tolerance in NARROW_TOLERANCE.items():
-        assert find_tolerance(torch.bfloat16, narrow=narrow) == find_tolerance(torch.float32, 8, narrow=narrow) == tolerance
+        for bits in (16, 8):
+            assert find_tolerance(torch.bfloat16, bits, narrow=narrow) == tolerance
         assert tolerance < 0.226, "a shift by one position"

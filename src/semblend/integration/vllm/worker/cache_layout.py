@@ -138,7 +138,7 @@ class Digits:
         return [((part + step) * scale).to(self.dtype) for part, scale in parts]
 
     def clear(self, scratch: Tensor) -> None:
-        scratch.view(self.narrow or scratch.dtype).fill_(-1)
+        scratch.fill_(-1 if self.narrow is None else int(torch.tensor([-1.0]).to(self.narrow).view(torch.uint8)))
 
     def read(self, written: Tensor) -> Tensor:
         """What was written, -1 where nothing was."""

@@ -239,7 +239,8 @@ class StockModel:
         if self.narrow is not None:
             layer = next(layer for layer in self.layers if layer.sliding_window is None)
             make = partial(self._lay_out_narrow, layers=[layer])
-            check_quantised(layer, self._caches[0], self.block_tokens, make, self._make_metadata)
+            choose = partial(choose_attention, layers=[layer], grouped=False)
+            check_quantised(layer, self._caches[0], self.block_tokens, make, self._make_metadata, choose)
             assert self.layout.dtype == self.dtype  # it says what it cannot hold
 
     @torch.inference_mode()

@@ -129,8 +129,10 @@ def check_quantised(
     tokens: int,
     make_layout: Callable[[Sequence[Tensor]], QuantisedLayout],
     describe: Callable[[Rows], Any],
+    choose: Callable[[Rows, QuantisedLayout], Callable[[int, Tensor], Tensor] | None],
 ) -> None:
-    """Raise where the backend reads other numbers than we do; ``describe`` makes its metadata. Nothing is kept.
+    """Raise where the backend reads other numbers than we do; ``describe`` makes its metadata, and ``choose`` says
+    which attention of ours would take its place, if any. Nothing is kept.
 
     Rows of our choice attend to keys and values drawn at random, as runs and one by one, and so does a plain twin to
     what we read of them. ``cache`` is one of the engine's, with blocks of so many ``tokens``; ``make_layout`` lays out
@@ -159,11 +161,15 @@ def check_quantised(
         if getattr(layer, "query_quant", None) is not None:
             asked = layer.query_quant(q.flatten(1), layer._q_scale)[0].view(q.shape)
         layer.impl.forward(layer, asked, k[at], v[at], scratch, describe(rows), output=found)
-        wanted = attend_plain(layer, widen_queries(layer, asked, layout.dtype), at, keys, values)
-        off = float((found.float() - wanted).abs().max() / wanted.abs().max())
-        if not off < ROUNDING:
-            name = layer.attn_backend.get_name()
-            raise SemBlendError(f"vLLM's {name} is off by {off:.3g} from a plain twin over 8-bit KV", hint=_HINT)
+        wide = widen_queries(layer, asked, layout.dtype)
+        wanted = attend_plain(layer, wide, at, keys, values)
+        answers = {f"vLLM's {layer.attn_backend.get_name()}": found}
+        if (ours := choose(rows, layout)) is not None:
+            answers["our kernel"] = ours(0, wide)
+        for name, answer in answers.items():
+            off = float((answer.float() - wanted).abs().max() / wanted.abs().max())
+            if not off < ROUNDING:
+                raise SemBlendError(f"{name} is off by {off:.3g} from a plain twin over 8-bit KV", hint=_HINT)
 
 
 def attend_plain(layer: Any, q: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> Tensor:

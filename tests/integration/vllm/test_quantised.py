@@ -9,7 +9,7 @@ import torch
 
 from semblend.errors import InputError, SemBlendError
 from semblend.integration.vllm.worker import pass_attention
-from semblend.integration.vllm.worker.cache_layout import Digits, IndexedLayout, StridedLayout, probe_codes
+from semblend.integration.vllm.worker.cache_layout import Digits, IndexedLayout, StridedLayout, probe_layout
 from semblend.integration.vllm.worker.quantised import QuantisedLayout, attend_plain, check_scales, widen_queries
 from semblend.materialize.contract import Rows
 from semblend.materialize.gate.observers import NARROW_TOLERANCE, find_tolerance
@@ -50,7 +50,7 @@ def make_writer(kind, scales, cuts, tiled):
 def make(kind=E4M3, dtype=torch.bfloat16, scales=(1.0, 1.0), cuts=False, tiled=False):
     caches = [torch.zeros(BLOCKS, HEADS, BLOCK, 2 * DIM, dtype=torch.uint8) for _ in range(2)]
     write = make_writer(kind, scales, cuts, tiled)
-    codes = probe_codes(caches, (BLOCK, HEADS, DIM), write, Digits(dtype, kind, scales))
+    codes = probe_layout(caches, BLOCK, HEADS, DIM, write, Digits(dtype, kind, scales))
     return QuantisedLayout(codes, kind, dtype, lambda layer: scales), caches, write
 
 
@@ -83,9 +83,11 @@ def test_a_type_that_does_not_hold_every_8_bit_number_exactly_is_refused():
 def test_a_writer_with_another_scale_than_we_read_is_refused():
     caches = [torch.zeros(BLOCKS, HEADS, BLOCK, 2 * DIM, dtype=torch.uint8)]
     with pytest.raises(InputError, match="changes or drops"):
-        probe_codes(
+        probe_layout(
             caches,
-            (BLOCK, HEADS, DIM),
+            BLOCK,
+            HEADS,
+            DIM,
             make_writer(E4M3, (2.0, 1.0), cuts=False, tiled=False),
             Digits(torch.bfloat16, E4M3),
         )

@@ -52,8 +52,7 @@ MOVABLE_TYPES = ("auto", "float32", "float16", "bfloat16", "half")
 UNREADABLE_TYPES = {
     "per_token_head": "has a scale for each head of each token",
     "nvfp4": "packs two numbers in a byte, with a scale for every few of them",
-    "turboquant": "rotates and packs what it stores",
-    "ultraquant": "rotates and packs what it stores",
+    "quant": "rotates and packs what it stores",  # turboquant, ultraquant
     "ds_mla": "packs latents of 8 bits beside rotated numbers of 16",
     "int8": "holds whole numbers",
 }
@@ -249,9 +248,7 @@ def _refuse_cache(vllm_config: Any, groups: Any) -> str | None:
     cache = vllm_config.cache_config
     if getattr(cache, "kv_sharing_fast_prefill", False):
         return "layers share the KV of other layers (kv_sharing_fast_prefill): a prefill leaves them out"
-    if why := _refuse_groups(vllm_config, groups):
-        return why
-    return _refuse_type(str(cache.cache_dtype), cache, groups)
+    return _refuse_type(str(cache.cache_dtype), cache, groups) or _refuse_groups(vllm_config, groups)
 
 
 def _refuse_type(name: str, cache: Any, groups: Sequence[Any]) -> str | None:

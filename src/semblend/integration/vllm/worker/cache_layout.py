@@ -145,51 +145,39 @@ class Digits:
         return written.view(self.narrow or written.dtype).flatten().double().nan_to_num(nan=-1.0).floor().long()
 
 
-def probe_layout(caches: Sequence[Tensor], block_tokens: int, kv_heads: int, head_dim: int, write: Writer) -> Layout:
-    """The layout of these caches, one tensor a layer, all alike."""
-    first = _check_alike(caches)
-    if first.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise InputError(f"KV of type {first.dtype} cannot be moved", hint="do not quantise the KV cache")
-    return _lay_out(caches, _places(first, (block_tokens, kv_heads, head_dim), write, Digits(first.dtype)), write)
+def probe_layout(
+    caches: Sequence[Tensor],
+    block_tokens: int,
+    kv_heads: int,
+    head_dim: int,
+    write: Writer,
+    digits: Digits | None = None,
+) -> Layout:
+    """The layout of these caches, one tensor a layer, all alike.
 
-
-def probe_codes(
-    caches: Sequence[Tensor], shape: tuple[int, int, int], write: Writer, digits: Digits
-) -> StridedLayout | IndexedLayout:
-    """Where the bytes of caches of 8-bit floats lie, ``shape`` (tokens, heads, dimensions) a block.
-
-    ``write`` is that of the first layer and takes what ``digits`` says.
+    ``digits``: that of bytes, where ``write`` takes wide numbers and rounds them. Bytes are not written by it again.
     """
-    caches = [cache.view(torch.uint8) for cache in caches]
-    found = _lay_out(caches, _places(_check_alike(caches), shape, write, digits), None)
-    assert isinstance(found, StridedLayout | IndexedLayout)
-    return found
-
-
-def _check_alike(caches: Sequence[Tensor]) -> Tensor:
     first = caches[0]
     for cache in caches:
         if (cache.shape, cache.stride(), cache.dtype) != (first.shape, first.stride(), first.dtype):
             raise InputError("layers keep their KV in different shapes", hint="one kind of full attention is supported")
-    return first
-
-
-def _lay_out(caches: Sequence[Tensor], places: Sequence[Tensor], write: Writer | None) -> Layout:
-    """Views where keys and values lie in steps; without ``write`` they need not be what our kernels read."""
-    first = caches[0]
+    if digits is None and first.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise InputError(f"KV of type {first.dtype} cannot be moved", hint="do not quantise the KV cache")
+    places = _places(first, (block_tokens, kv_heads, head_dim), write, digits or Digits(first.dtype))
     offsets = [_memory_offset(first, place) for place in places]
     k_steps, v_steps = (_strides(offset) for offset in offsets)
-    if k_steps and v_steps and (k_steps == v_steps or first.device.type == "cpu" or write is None):
+    again = write if digits is None else None
+    if k_steps and v_steps and (k_steps == v_steps or first.device.type == "cpu" or digits is not None):
         k, v = (
             tuple(_view(cache, offset, steps) for cache in caches)
             for offset, steps in zip(offsets, (k_steps, v_steps), strict=True)
         )
-        if write is not None and k_steps == v_steps and k_steps[2] == 1:
+        if digits is None and k_steps == v_steps and k_steps[2] == 1:
             return KvLayout(k, v)
-        return StridedLayout(k, v, tuple(caches), write)
+        return StridedLayout(k, v, tuple(caches), again)
     if not first[0].is_contiguous():
         raise InputError("blocks of the KV cache are neither strided nor contiguous", hint="report the backend's name")
-    return IndexedLayout(tuple(caches), (places[0], places[1]), write)
+    return IndexedLayout(tuple(caches), (places[0], places[1]), again)
 
 
 def _places(cache: Tensor, shape: tuple[int, int, int], write: Writer, digits: Digits) -> list[Tensor]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from semblend.errors import SemBlendError
-from semblend.integration.vllm.worker.cache_layout import Digits, probe_codes, probe_layout
+from semblend.integration.vllm.worker.cache_layout import probe_layout
 from semblend.integration.vllm.worker.cuda_graphs import RecordedLooks, RecordedPasses
 from semblend.integration.vllm.worker.latents import (
     check_latents,
@@ -44,13 +44,7 @@ from semblend.integration.vllm.worker.pass_attention import (
     count_recorded_parts,
     replace_attention,
 )
-from semblend.integration.vllm.worker.quantised import (
-    NARROW_TYPES,
-    QuantisedLayout,
-    check_quantised,
-    check_scales,
-    read_scales,
-)
+from semblend.integration.vllm.worker.quantised import NARROW_TYPES, check_quantised, check_scales, lay_out_quantised
 from semblend.materialize.contract import Capabilities, Layout, Observer, Rows, StopPass
 from semblend.materialize.gate.observers import Canary
 from semblend.materialize.kv.layout import KvLayout, LatentLayout, copy_to_device
@@ -206,7 +200,8 @@ class StockModel:
         layer, (_, kv_heads, head_dim, _) = self.layers[0], self.kv_shape
 
         if self.narrow is not None:
-            return self._lay_out_narrow(self._caches, self.layers)
+            shape = (self.block_tokens, kv_heads, head_dim)
+            return lay_out_quantised(self._caches, self.layers, shape, self.narrow, self.dtype)
 
         def write(k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> None:
             if self.keeps_latents:
@@ -221,27 +216,17 @@ class StockModel:
             raise SemBlendError("a token's latent does not lie in one piece", hint="report the backend's name")
         return LatentLayout(found.k, found.v)
 
-    def _lay_out_narrow(self, caches: Sequence[Tensor], layers: Sequence[Any]) -> QuantisedLayout:
-        """Caches of 8-bit floats, one of each of these layers."""
-        assert self.narrow is not None
-        digits = Digits(self.dtype, self.narrow, read_scales(layers[0]))
-        write = partial(layers[0].impl.do_kv_cache_update, layers[0])
-        codes = probe_codes(caches, (self.block_tokens, *self.kv_shape[1:3]), write, digits)
-        return QuantisedLayout(codes, self.narrow, self.dtype, lambda number: read_scales(layers[number]))
-
     @torch.inference_mode()
     def check(self) -> None:
-        """Raise where this engine's attention is not what passes of ours need; seen at its start, of latents and of
-        8-bit caches only."""
+        """Raise where this engine's attention is not what passes of ours need; seen at its start, of latents and 8 bits
+        only."""
         if self.keeps_latents:
             assert isinstance(self.layout, LatentLayout)
             check_latents(self.layers[0], self.layout, self._caches[0], self._make_metadata)
         if self.narrow is not None:
             layer = next(layer for layer in self.layers if layer.sliding_window is None)
-            make = partial(self._lay_out_narrow, layers=[layer])
             choose = partial(choose_attention, layers=[layer], grouped=False)
-            check_quantised(layer, self._caches[0], self.block_tokens, make, self._make_metadata, choose)
-            assert self.layout.dtype == self.dtype  # it says what it cannot hold
+            check_quantised(layer, self.layout, self._caches[0], self._make_metadata, choose)
 
     @torch.inference_mode()
     def forward(self, rows: Rows, observer: Observer | None = None) -> Tensor:
@@ -383,13 +368,12 @@ def find_windowed(layers: Sequence[Any]) -> frozenset[int]:
 
 
 def check_caches(names: Sequence[str], caches: Sequence[Tensor], layers: Sequence[Any]) -> torch.dtype | None:
-    """Raise where the caches are not one plain tensor a layer; the scheduler's side cannot see that.
-
-    The type of 8 bits that is in them; None where they hold wide numbers.
+    """The type of 8 bits in the caches; None where they hold wide numbers. Raise where they are not one plain tensor a
+    layer; the scheduler's side cannot see that.
 
     A checkpoint may ask for a quantised KV cache on its own, and a model for layers that read other layers' KV.
     """
-    found: set[torch.dtype | None] = set()
+    narrow = None
     for name, cache, layer in zip(names, caches, layers, strict=True):
         if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
             raise SemBlendError(f"{name} shares the KV of another layer", hint="such models run without reuse")
@@ -400,10 +384,7 @@ def check_caches(names: Sequence[str], caches: Sequence[Tensor], layers: Sequenc
             raise SemBlendError(f"KV of type {kind} cannot be moved", hint="--kv-cache-dtype fp8, or no quantised KV")
         if narrow is not None:
             check_scales(layer)
-        found.add(narrow)
-    if len(found) > 1:
-        raise SemBlendError("some layers keep KV in 8 bits and others in 16", hint="such models run without reuse")
-    return next(iter(found))
+    return narrow
 
 
 def read_layer_spec(group: Any, names: Sequence[str]) -> Any:

@@ -4,24 +4,25 @@ A layer has one scale for its keys and one for its values. Nobody else sees 8 bi
 checks have numbers of the model's type, which hold every 8-bit number times its scale, so that what is copied comes
 back byte for byte. We write by ourselves, to the nearest number: vLLM's writer on CPUs cuts off what does not fit, and
 a key that is moved would be a little smaller each time.
-
-Nobody has run it on a GPU. So each engine checks its own attention when it starts (`check_quantised`).
+Nobody has run it on a GPU, so each engine checks its own attention when it starts (`check_quantised`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from semblend.errors import InputError, SemBlendError
-from semblend.integration.vllm.worker.cache_layout import IndexedLayout, StridedLayout
+from semblend.integration.vllm.worker.cache_layout import Digits, IndexedLayout, StridedLayout, probe_layout
 from semblend.materialize.contract import Rows
-from semblend.materialize.kv.layout import KvLayout
+from semblend.materialize.kv.layout import Layout
 
 NARROW_TYPES = MappingProxyType(
     {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -55,33 +56,13 @@ class QuantisedLayout:
                     hint="another --dtype or --kv-cache-dtype",
                 )
 
-    @property
-    def layers(self) -> int:
-        return self.codes.layers
-
-    @property
-    def block_tokens(self) -> int:
-        return self.codes.block_tokens
-
-    @property
-    def slots(self) -> int:
-        return self.codes.slots
-
-    @property
-    def kv_heads(self) -> int:
-        return self.codes.kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.codes.head_dim
-
-    @property
-    def device(self) -> torch.device:
-        return self.codes.device
-
-    @property
-    def views(self) -> KvLayout | None:
-        return None  # our kernels read numbers, and these are codes
+    layers = property(attrgetter("codes.layers"))
+    block_tokens = property(attrgetter("codes.block_tokens"))
+    slots = property(attrgetter("codes.slots"))
+    kv_heads = property(attrgetter("codes.kv_heads"))
+    head_dim = property(attrgetter("codes.head_dim"))
+    device = property(attrgetter("codes.device"))
+    views: ClassVar[None] = None  # our kernels read numbers, and these are codes
 
     def keys(self, layer: int, slots: Tensor) -> Tensor:
         return self._widen(self.codes.keys(layer, slots), self.scales(layer)[0])
@@ -100,6 +81,21 @@ class QuantisedLayout:
     def _round(self, wide: Tensor, scale: float) -> Tensor:
         largest = torch.finfo(self.narrow).max
         return (wide.float() / scale).clamp(-largest, largest).to(self.narrow).view(torch.uint8)
+
+
+def lay_out_quantised(
+    caches: Sequence[Tensor],
+    layers: Sequence[Any],
+    shape: tuple[int, int, int],
+    narrow: torch.dtype,
+    dtype: torch.dtype,
+) -> QuantisedLayout:
+    """Caches of 8-bit floats, one of each of these layers; ``shape`` is that of a block (tokens, heads, dimensions)."""
+    write = partial(layers[0].impl.do_kv_cache_update, layers[0])
+    digits = Digits(dtype, narrow, read_scales(layers[0]))
+    codes = probe_layout([cache.view(torch.uint8) for cache in caches], *shape, write, digits)
+    assert isinstance(codes, StridedLayout | IndexedLayout)
+    return QuantisedLayout(codes, narrow, dtype, lambda number: read_scales(layers[number]))
 
 
 def read_scales(layer: Any) -> tuple[float, float]:
@@ -125,9 +121,8 @@ def widen_queries(layer: Any, query: Tensor, dtype: torch.dtype) -> Tensor:
 
 def check_quantised(
     layer: Any,
+    like: Layout,
     cache: Tensor,
-    tokens: int,
-    make_layout: Callable[[Sequence[Tensor]], QuantisedLayout],
     describe: Callable[[Rows], Any],
     choose: Callable[[Rows, QuantisedLayout], Callable[[int, Tensor], Tensor] | None],
 ) -> None:
@@ -135,12 +130,14 @@ def check_quantised(
     which attention of ours would take its place, if any. Nothing is kept.
 
     Rows of our choice attend to keys and values drawn at random, as runs and one by one, and so does a plain twin to
-    what we read of them. ``cache`` is one of the engine's, with blocks of so many ``tokens``; ``make_layout`` lays out
-    others like it that are this layer's.
+    what we read of them. ``cache`` is one of the engine's, and ``like`` the layout of all.
     """
+    assert isinstance(like, QuantisedLayout)
+    tokens, shape = like.block_tokens, (like.block_tokens, like.kv_heads, like.head_dim)
     blocks = -(-200 // tokens)
     scratch = torch.empty_strided((blocks, *cache.shape[1:]), cache.stride(), dtype=cache.dtype, device=cache.device)
-    layout, places = make_layout([scratch]), torch.arange(blocks * tokens, device=cache.device)
+    layout = lay_out_quantised([scratch], [layer], shape, like.narrow, like.dtype)
+    places = torch.arange(blocks * tokens, device=cache.device)
     context = places.view(blocks, -1).flip(0).flatten()
     generator = torch.Generator(device=cache.device).manual_seed(0)
 
@@ -177,7 +174,7 @@ def attend_plain(layer: Any, q: Tensor, positions: Tensor, keys: Tensor, values:
     group = layer.num_heads // layer.num_kv_heads
     k, v = (part.float().repeat_interleave(group, dim=1) for part in (keys, values))
     scores = torch.einsum("nhd,thd->hnt", q.float(), k) * layer.impl.scale
-    if cap := layer.impl.logits_soft_cap:
+    if cap := getattr(layer.impl, "logits_soft_cap", None):
         scores = torch.tanh(scores / cap) * cap
     ahead = torch.arange(len(k), device=q.device) > positions[:, None]
     scores = scores.masked_fill(ahead, -torch.inf)

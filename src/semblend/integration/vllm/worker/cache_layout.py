@@ -128,17 +128,10 @@ class Digits:
     narrow: torch.dtype | None = None
     scales: tuple[float, float] = (1.0, 1.0)
 
-    @property
-    def base(self) -> int:
-        return _NARROW_BASE if self.narrow else _BASE
-
     def encode(self, digits: Tensor) -> list[Tensor]:
         step = _NARROW_STEP if self.narrow else 0.0
         parts = zip(digits.chunk(2), self.scales, strict=True)
         return [((part + step) * scale).to(self.dtype) for part, scale in parts]
-
-    def clear(self, scratch: Tensor) -> None:
-        scratch.fill_(-1 if self.narrow is None else int(torch.tensor([-1.0]).to(self.narrow).view(torch.uint8)))
 
     def read(self, written: Tensor) -> Tensor:
         """What was written, -1 where nothing was."""
@@ -166,7 +159,6 @@ def probe_layout(
     places = _places(first, (block_tokens, kv_heads, head_dim), write, digits or Digits(first.dtype))
     offsets = [_memory_offset(first, place) for place in places]
     k_steps, v_steps = (_strides(offset) for offset in offsets)
-    again = write if digits is None else None
     if k_steps and v_steps and (k_steps == v_steps or first.device.type == "cpu" or digits is not None):
         k, v = (
             tuple(_view(cache, offset, steps) for cache in caches)
@@ -174,10 +166,10 @@ def probe_layout(
         )
         if digits is None and k_steps == v_steps and k_steps[2] == 1:
             return KvLayout(k, v)
-        return StridedLayout(k, v, tuple(caches), again)
+        return StridedLayout(k, v, tuple(caches), write if digits is None else None)
     if not first[0].is_contiguous():
         raise InputError("blocks of the KV cache are neither strided nor contiguous", hint="report the backend's name")
-    return IndexedLayout(tuple(caches), (places[0], places[1]), again)
+    return IndexedLayout(tuple(caches), (places[0], places[1]), write if digits is None else None)
 
 
 def _places(cache: Tensor, shape: tuple[int, int, int], write: Writer, digits: Digits) -> list[Tensor]:
@@ -187,12 +179,14 @@ def _places(cache: Tensor, shape: tuple[int, int, int], write: Writer, digits: D
     numbers = torch.arange(2 * count, device=cache.device)
     slots = torch.arange(shape[0], dtype=torch.int64, device=cache.device)
     found, value = torch.zeros(scratch.numel(), dtype=torch.int64, device=cache.device), 1
+    base = _NARROW_BASE if digits.narrow else _BASE
+    nothing = int(torch.tensor([-1.0]).to(digits.narrow).view(torch.uint8)) if digits.narrow else -1
     while value < len(numbers):
-        k, v = digits.encode(numbers // value % digits.base)
-        digits.clear(scratch)
+        k, v = digits.encode(numbers // value % base)
+        scratch.fill_(nothing)
         write(k.view(shape), v.view(shape), scratch, slots)
         read = digits.read(scratch)
-        found, value = found + read * value, value * digits.base
+        found, value = found + read * value, value * base
     written = (read >= 0).nonzero().flatten()
     if not torch.equal(found[written].sort().values, numbers):
         raise InputError("the attention backend changes or drops KV when it stores it", hint="reuse is not possible")

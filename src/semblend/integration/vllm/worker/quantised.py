@@ -114,9 +114,7 @@ def check_scales(layer: Any) -> None:
 
 def widen_queries(layer: Any, query: Tensor, dtype: torch.dtype) -> Tensor:
     """Queries as they were before a backend that attends in 8 bits had them rounded."""
-    if query.dtype.itemsize > 1:
-        return query
-    return (query.float() * float(layer._q_scale_float)).to(dtype)
+    return query if query.dtype.itemsize > 1 else (query.float() * float(layer._q_scale_float)).to(dtype)
 
 
 def check_quantised(
@@ -133,11 +131,10 @@ def check_quantised(
     what we read of them. ``cache`` is one of the engine's, and ``like`` the layout of all.
     """
     assert isinstance(like, QuantisedLayout)
-    tokens, shape = like.block_tokens, (like.block_tokens, like.kv_heads, like.head_dim)
-    blocks = -(-200 // tokens)
+    shape, blocks = (like.block_tokens, like.kv_heads, like.head_dim), -(-200 // like.block_tokens)
     scratch = torch.empty_strided((blocks, *cache.shape[1:]), cache.stride(), dtype=cache.dtype, device=cache.device)
     layout = lay_out_quantised([scratch], [layer], shape, like.narrow, like.dtype)
-    places = torch.arange(blocks * tokens, device=cache.device)
+    places = torch.arange(blocks * shape[0], device=cache.device)
     context = places.view(blocks, -1).flip(0).flatten()
     generator = torch.Generator(device=cache.device).manual_seed(0)
 

@@ -1,13 +1,14 @@
 """In vLLM with an 8-bit KV cache: how far off is moved KV in layer 0, and how far are answers from cold ones?
 
     export PYTHONPATH=src:bench
-    .ci/engines/vllm-cpu python research/vllm/fp8_kv.py DATA OUT.jsonl DTYPE KV [PROMPTS A SCENARIO]
+    .ci/engines/vllm-cpu python research/vllm/fp8_kv.py DATA OUT.jsonl DTYPE KV [PROMPTS A SCENARIO [SCENARIO]]
 
 A prompt is computed by the model as vLLM runs it, and moved: `right` is the canary's error of each of its rows, by the
 bits of donors, `shifted` where keys are turned by one position too many or too few, `token` where the tokens are the
 next ones. Then the prompt is prepared from its donors in modes fast and balanced, checks switched off, and cold's
 greedy answer is computed on it: KL a token against cold under the same cache. `again` is cold too, computed in two
-pieces: what rounding does alone. Balanced may decline a prompt: vLLM prefills it then, which is cold.
+pieces: what rounding does alone. Balanced may decline a prompt: vLLM prefills it then, which is cold. With scenarios
+named, answers alone are compared.
 """
 
 from __future__ import annotations
@@ -135,12 +136,12 @@ def main() -> None:
         ),
     )  # fmt: skip
     lab, tokenizer = Lab(get_kv_transfer_group()._worker), llm.get_tokenizer()
-    chosen = cases(Path(data), lambda text: tokenizer.encode(text, add_special_tokens=False), scenarios=SCENARIOS,
+    chosen = cases(Path(data), lambda text: tokenizer.encode(text, add_special_tokens=False), scenarios=sys.argv[6:] or SCENARIOS,
                    prompts=prompts, tokens=240, seed=0)  # fmt: skip
     with open(out, "a", encoding="utf-8") as file, torch.inference_mode():
         for case in chosen:
             row = {"model": Path(folder).name, "dtype": dtype, "kv": kv, "case": case.case_id, "tokens": len(case.tokens)}
-            for name, errors in measure_canary(lab, list(case.tokens)).items():
+            for name, errors in ({} if sys.argv[6:] else measure_canary(lab, list(case.tokens))).items():
                 ordered = sorted(errors)
                 row[name] = [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
             row |= compare(lab, case)

@@ -24,6 +24,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 LONG = 12
 SCALES = (0.37, 0.05)
 """Of keys and values, as a checkpoint may bring them; no powers of two."""
+STEP = 0.125
+"""From a number of e4m3 to the next one, at most, as a share of it."""
+LARGEST = 448
+TOLERANCE = NARROW_TOLERANCE[torch.float8_e4m3fn]
 
 
 def explain_missing():
@@ -37,13 +41,11 @@ def explain_missing():
     return None
 
 
-@pytest.fixture(scope="module", params=["fp8", "fp8_e5m2"])
-def fp8_engine(request, small_model):
+@pytest.fixture(scope="module")
+def fp8_engine(small_model):
     if why := explain_missing():
         pytest.skip(why)
-    made = make_world(small_model[0], {"kv_cache_dtype": request.param}, **small_model[1])
-    made.narrow = made.worker._model.narrow
-    made.step = 0.125 if made.narrow is torch.float8_e4m3fn else 0.25  # from a number to the next one, at most
+    made = make_world(small_model[0], {"kv_cache_dtype": "fp8"}, **small_model[1])
     yield made
     made.core.shutdown()
 
@@ -77,16 +79,13 @@ def world(fp8_engine):
     fp8_engine.start()
     model = fp8_engine.worker._model
     fp8_engine.worker.load, fp8_engine.worker.capture = (fp8_engine._real[name] for name in ("load", "capture"))
-    yield behaviours.World(
-        model, model.block_tokens, vocabulary=40_000, tolerance=5 * fp8_engine.step, deep_tolerance=100.0
-    )
+    yield behaviours.World(model, model.block_tokens, vocabulary=40_000, tolerance=5 * STEP, deep_tolerance=100.0)
     fp8_engine.half.reset()
     fp8_engine.forget_prefixes()
 
 
 def test_what_is_scattered_is_gathered_and_nothing_else_changes(world):
     """In place of the contract's rule, which wants every number back: of 8 bits there are 256."""
-    most, half = torch.finfo(world.model.narrow).max, 2.0**-4 if world.model.narrow is torch.float8_e4m3fn else 2.0**-3
     layout, slots, neighbours = world.model.layout, world.take_slots(40), world.take_slots(40)
     shape = (len(slots), layout.kv_heads, layout.head_dim)
     for scale in (0.01, 1.0, 1e5):
@@ -95,8 +94,8 @@ def test_what_is_scattered_is_gathered_and_nothing_else_changes(world):
         layout.scatter(2, slots, k, v)
         found = layout.gather(2, slots)
         for got, wanted in zip(found, (k, v), strict=True):
-            clamped = wanted.clamp(-most, most)
-            assert float(((got - clamped).abs() / clamped.abs().clamp_min(2.0**-6)).max()) <= half, "half a step"
+            clamped = wanted.clamp(-LARGEST, LARGEST)
+            assert float(((got - clamped).abs() / clamped.abs().clamp_min(2.0**-6)).max()) <= STEP / 2, "half a step"
         layout.scatter(2, slots, *found)
         order = torch.randperm(len(slots))
         assert torch.equal(layout.keys(2, slots[order]), found[0][order]), "written again, nothing changes"
@@ -122,7 +121,7 @@ def test_a_document_under_another_instruction_is_reused(fp8, quality):
     receipt = fp8.receipt(output)
     assert receipt["outcome"] == "backend_materialized_reuse", receipt
     assert receipt["reused_tokens"] > 0.5 * len(target)
-    assert 0 < receipt["canary"] < NARROW_TOLERANCE[fp8.narrow]
+    assert 0 < receipt["canary"] < TOLERANCE
     kinds = sum(receipt[f"{kind}_tokens"] for kind in ("exact", "reused", "recomputed", "prefill"))
     assert kinds == receipt["prompt_tokens"] == len(target)
 
@@ -142,8 +141,8 @@ def test_in_layer_0_values_are_copied_byte_for_byte_and_keys_are_off_by_their_ro
     moved, exact = k[inside].flatten(1), cold_k[inside].flatten(1)
     assert not torch.equal(moved, exact), "these were moved, and not computed"
     off = (moved - exact).norm(dim=1) / exact.norm(dim=1)
-    assert float(off.max()) < 0.64 * world.step, "once cut off by vLLM at another place, once rounded by us"
-    assert float(off.mean()) < 0.4 * world.step
+    assert float(off.max()) < 0.64 * STEP, "once cut off by vLLM at another place, once rounded by us"
+    assert float(off.mean()) < 0.4 * STEP
 
 
 def test_with_the_same_text_in_front_every_layer_is_as_cold_holes_too(fp8, monkeypatch):
@@ -258,5 +257,5 @@ def test_answers_of_a_16_bit_model_and_without_reuse_are_those_of_stock_vllm(apa
         receipt = ours[mode]["receipt"]
         assert receipt["outcome"] == "backend_materialized_reuse", receipt
         assert receipt["reused_tokens"] > 0.3 * ours[mode]["prompt"]
-        assert 0 < receipt["canary"] < NARROW_TOLERANCE[torch.float8_e4m3fn]
+        assert 0 < receipt["canary"] < TOLERANCE
     assert ours["cold again"]["cached"] < 64, "of what we served nothing is in the exact cache"

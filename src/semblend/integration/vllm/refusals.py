@@ -50,6 +50,7 @@ WINDOWS_ONLY = "no layer has full attention: vLLM frees the KV behind the window
 IN_CHUNKS = "some layers attend within chunks, which begin at other tokens where a passage has moved"
 MOVABLE_TYPES = ("auto", "float32", "float16", "bfloat16", "half")
 UNREADABLE_TYPES = {
+    "e5m2": "keeps two bits of a number, too few for keys that are rounded again when they move",
     "per_token_head": "has a scale for each head of each token",
     "nvfp4": "packs two numbers in a byte, with a scale for every few of them",
     "quant": "rotates and packs what it stores",  # turboquant, ultraquant
@@ -257,7 +258,7 @@ def _refuse_type(name: str, cache: Any, groups: Sequence[Any]) -> str | None:
         return None
     if name not in NARROW_TYPES:
         what = next((why for part, why in UNREADABLE_TYPES.items() if part in name), "is none that our passes read")
-        return f"a KV cache of type {name} {what}; fp8 with a scale for each layer is served"
+        return f"a KV cache of type {name} {what}; fp8 (e4m3) with a scale for each layer is served"
     if any(keeps_latents(spec) for group in groups for spec in _list_specs(group)):
         return f"latents in 8 bits ({name}): our checks were not calibrated for what rounding does to them"
     if getattr(cache, "kv_cache_dtype_skip_layers", None):

@@ -24,9 +24,7 @@ from semblend.integration.vllm.worker.cache_layout import Digits, IndexedLayout,
 from semblend.materialize.contract import Rows
 from semblend.materialize.kv.layout import Layout
 
-NARROW_TYPES = MappingProxyType(
-    {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-)
+NARROW_TYPES = MappingProxyType({"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn})
 """What vLLM calls the types that are served."""
 Scales = Callable[[int], tuple[float, float]]
 """By layer: what its keys and its values were divided by before they were rounded to 8 bits."""

@@ -32,7 +32,6 @@ from semblend.materialize.calibrate import (
     _fit,
     _is_honest,
     replay,
-    scale_table,
 )
 from semblend.materialize.gate.thresholds import (
     FALSE_SAFE_TIMES,
@@ -100,7 +99,7 @@ def fit_with(margin: float, prompts: Sequence[PromptMeasure], *, signs: bool) ->
     table = _fit(prompts, 1.0)
     means = table.means[PassageOrder.IN_ORDER]
     plain = {percent: (0.0, 0.0, 0.0, 0.0, math.log(means[percent])) for percent in table.repair}
-    return scale_table(DialTable(table.means, table.repair if signs else plain), margin)
+    return DialTable(table.means, table.repair if signs else plain).scale(margin)
 
 
 def judge(table: DialTable, some: Sequence[Measured], number: float) -> str:

@@ -71,6 +71,7 @@ class Bench:
         )  # fmt: skip
         self.world = World(llm)
         self.world.start()
+        self.world.worker.load, self.world.worker.capture = self.world._real["load"], self.world._real["capture"]
         self.eyes = Eyes(self.world)
 
     def answer(self, prompt: list[int], forced: list[int], **asked: Any) -> tuple[list[int], list[Any], dict[str, Any]]:
@@ -88,13 +89,14 @@ class Bench:
     def repair(self, percent: int) -> str:
         """The next pass repairs so much, and accepts. The mode to ask for."""
         from semblend.materialize.blend.quality import Step
-        from semblend.materialize.gate.thresholds import Thresholds
+        from semblend.materialize.gate.thresholds import DialTable, PassageOrder, Thresholds
 
         if not percent:
             return "fast"
         worker = self.world.worker
         worker._blenders.clear()
-        accepts = Thresholds(1e9, 1e9, 1e9)
+        dial = DialTable({order: {percent: 0.0} for order in PassageOrder}, {percent: (0.0, 0.0, 0.0, 0.0, -50.0)})
+        accepts = Thresholds(1e9, 1e9, 1e9, dial=dial)
         worker._quality = replace(worker._quality, thresholds=accepts, steps=(Step(percent, "attended"),), most_work=9.0)
         return "balanced"
 
@@ -110,9 +112,13 @@ def measure(bench: Bench, case: Any, first: list[int]) -> list[dict[str, Any]]:
     said, _, _ = bench.compute_cold(prompt, [])
     _, truth, _ = bench.compute_cold(prompt, said)
     rows = []
-    for donor in case.donors:
-        bench.world.ask(first + list(donor), tokens=2, quality="exact")
+    are_there = False  # donors; a prompt that was computed without them is one itself, and they are made anew
     for arm, percent in ARMS.items():
+        if not are_there and percent is not None:
+            bench.close_life()
+            for donor in case.donors:
+                bench.world.ask(first + list(donor), tokens=2, quality="exact")
+            bench.world.forget_prefixes()
         if percent is None:
             free, seen, receipt = bench.compute_cold(prompt, [])[0], bench.compute_cold(prompt, said)[1], {}
         else:
@@ -120,6 +126,7 @@ def measure(bench: Bench, case: Any, first: list[int]) -> list[dict[str, Any]]:
             _, seen, receipt = bench.answer(prompt, said, quality=mode)
             bench.world.forget_prefixes()
             free, _, again = bench.answer(prompt, [], quality=mode)
+            are_there = bool(receipt.get("reused_tokens")) and bool(again.get("reused_tokens"))
             receipt = receipt | {"same": receipt.get("reused_tokens") == again.get("reused_tokens")}
         bench.world.forget_prefixes()
         apart = [float((cold.exp() * (cold - other)).sum()) for cold, other in zip(truth, seen, strict=True)]

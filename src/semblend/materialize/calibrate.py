@@ -518,7 +518,7 @@ def replay_unseen(measures: Sequence[PromptMeasure], *, false_safe: float = 0.02
     margin = next((m for m in MARGINS if _is_honest(unseen, m, false_safe)), MARGINS[-1])
     rows = []
     for number in NUMBERS:
-        served = [(measure, replay(scale_table(table, margin), measure, number)) for table, measure in unseen]
+        served = [(measure, replay(table.scale(margin), measure, number)) for table, measure in unseen]
         for order in PassageOrder:
             mine = [done for measure, done in served if measure.order is order]
             if mine:
@@ -539,15 +539,6 @@ def summarize(number: float, kind: str, served: Sequence[Served]) -> DialRow:
         float(np.mean([one.nats for one in served])),
         float(np.mean([one.changed for one in served])),
         float(np.mean([one.nats > FALSE_SAFE_TIMES * number for one in passed])) if passed else 0.0,
-    )
-
-
-def scale_table(table: DialTable, margin: float) -> DialTable:
-    """The same table that expects ``margin`` times as much."""
-    more = math.log(margin)
-    return DialTable(
-        {order: {percent: nats * margin for percent, nats in row.items()} for order, row in table.means.items()},
-        {percent: (*weights[:-1], weights[-1] + more) for percent, weights in table.repair.items()},
     )
 
 
@@ -572,7 +563,7 @@ def _fit_folds(measures: Sequence[PromptMeasure]) -> list[tuple[DialTable, Promp
 def _is_honest(unseen: Sequence[tuple[DialTable, PromptMeasure]], margin: float, false_safe: float) -> bool:
     """Whether, with this margin, no number serves more divergence or false safes than it says."""
     for number in NUMBERS:
-        served = [replay(scale_table(table, margin), measure, number) for table, measure in unseen]
+        served = [replay(table.scale(margin), measure, number) for table, measure in unseen]
         passed = [one for one in served if one.percent is not None]
         if not passed:
             continue
@@ -598,7 +589,7 @@ def _fit(measures: Sequence[PromptMeasure], margin: float) -> DialTable:
         if percent:
             seen = [make_repair_features(one.order, way.features) for one, way in pairs if way.features is not None]
             repair[percent] = fit_log_weights(seen, [way.moved.nats for _, way in pairs], deviation_at=0)
-    return scale_table(DialTable(means, repair), margin)
+    return DialTable(means, repair).scale(margin)
 
 
 def fit_log_weights(features: Sequence[Sequence[float]], nats: Sequence[float], deviation_at: int) -> tuple[float, ...]:

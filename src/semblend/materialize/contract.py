@@ -181,6 +181,7 @@ class Capabilities:
     ``strict_prefix_boundary`` is off; without it a claim is one prefix-shaped range, and its gaps are computed by us.
     ``windowed``: layers that attend through a sliding window. Their KV is complete all the same, and a row there sees
     few of the keys before it: where the question looks, and what another text in front has changed, full layers tell.
+    ``narrow``: the type of 8 bits that KV has in the cache, where it is read in a wider one.
     """
 
     scattered_rows: bool = True
@@ -189,6 +190,7 @@ class Capabilities:
     rank: int | None = None
     native_spans: bool = False
     windowed: frozenset[int] = frozenset()
+    narrow: torch.dtype | None = None
 
 
 class Model(Protocol):

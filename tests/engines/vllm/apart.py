@@ -275,9 +275,12 @@ def number_type(settings: dict[str, Any]) -> dict[str, Any]:
     model = settings["model"]
     if "kind" in settings:
         model = str(small_folders.write(settings["kind"], Path(settings["folder"]), model))
-    engine = Engine(model, OURS, dtype=settings["dtype"])
+    transfer = OURS if settings.get("connected", True) else None
+    engine = Engine(model, transfer, dtype=settings["dtype"], kv_cache_dtype=settings.get("kv", "auto"))
     target = engine.prompt("You are an archivist and careful.", 1)
     told = {"cold": engine.ask(target, opt_out=True)}
+    if transfer is None:
+        return told
     engine.forget_prefixes()
     told["donor"] = engine.ask(engine.prompt("You are brief.", 1))
     for mode in ("fast", "balanced"):

@@ -32,6 +32,7 @@ class Request(SimpleNamespace):
             kv_transfer_params=None,
             mm_features=[],
             arrival_time=0.0,
+            num_output_tokens=1,
             skip_reading_prefix_cache=False,
             resumable=False,
             block_hashes=[hashlib.sha256(f"{name}{at}".encode()).digest() for at in range(len(list(tokens)) // BLOCK)],

@@ -135,6 +135,12 @@ def test_a_plain_engine_is_served(ranks):
     assert why_not(*engine(parallel_config__tensor_parallel_size=ranks)) is None
 
 
+@pytest.mark.usefixtures("known_sources")
+@pytest.mark.parametrize("kind", ["fp8", "fp8_e4m3"])
+def test_an_engine_with_8_bit_floats_in_its_cache_is_served(kind):
+    assert why_not(*engine(cache_config__cache_dtype=kind)) is None
+
+
 DEEPSEEK = {"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64, "max_position_embeddings": 4096}
 
 
@@ -158,7 +164,7 @@ def test_an_engine_with_latent_attention_is_served_whatever_vllm_calls_its_scali
         (latent_engine(attention=FullAttentionSpec()), "does not keep as such"),  # multiplied out (MLA is off)
         (latent_engine(model_type="minicpm3"), "'minicpm3'"),
         (latent_engine(cache_dtype="fp8_ds_mla"), "fp8_ds_mla"),
-        (latent_engine(cache_dtype="fp8"), "fp8"),
+        (latent_engine(cache_dtype="fp8"), "latents in 8 bits (fp8)"),
     ],
 )
 def test_of_latent_attention_only_plain_latents_of_known_models_are_served(made, words):
@@ -209,7 +215,17 @@ def test_a_class_for_images_is_served_where_we_know_how_it_computes_text():
         ({"attention": OfTwoSizes(FullAttentionSpec())}, "full attention"),
         ({"attention": MambaSpec()}, "never served"),
         ({"attention": OfTwoSizes(MambaSpec())}, "never served"),
-        ({"cache_config__cache_dtype": "fp8"}, "fp8"),
+        ({"cache_config__cache_dtype": "fp8_per_token_head"}, "each head of each token"),
+        ({"cache_config__cache_dtype": "int8_per_token_head"}, "each head of each token"),
+        ({"cache_config__cache_dtype": "fp8_e5m2"}, "two bits of a number"),
+        ({"cache_config__cache_dtype": "nvfp4"}, "packs two numbers"),
+        ({"cache_config__cache_dtype": "turboquant_k8v4"}, "rotates and packs"),
+        ({"cache_config__cache_dtype": "fp8_inc"}, "none that our passes read"),
+        (
+            {"cache_config__cache_dtype": "fp8", "cache_config__kv_cache_dtype_skip_layers": ["sliding_window"]},
+            "kv_cache_dtype_skip_layers",
+        ),
+        ({"cache_config__cache_dtype": "fp8", "cache_config__calculate_kv_scales": True}, "calculate_kv_scales"),
         ({"attention": MLAAttentionSpec()}, "does not say of what size"),
         ({"attention": MLAAttentionSpec(state_content_bytes=656)}, "full attention"),
         ({"attention": MLAAttentionSpec(sliding_window=512)}, "full attention"),

@@ -16,6 +16,7 @@ from semblend.integration.vllm.plugin import CONNECTOR
 from semblend.integration.vllm.source_check import missing, missing_for_offloading
 from semblend.integration.vllm.worker.latents import keeps_latents
 from semblend.integration.vllm.worker.model_access import read_rope_config
+from semblend.integration.vllm.worker.quantised import NARROW_TYPES
 from semblend.materialize.kv.rope import attends_by_window, read_for_text
 from semblend.materialize.kv.rope import refusal as rope_refusal
 
@@ -48,6 +49,15 @@ MIXES_WINDOWS = ("gemma2", "gpt_oss", "cohere2")
 WINDOWS_ONLY = "no layer has full attention: vLLM frees the KV behind the window, whatever its settings"
 IN_CHUNKS = "some layers attend within chunks, which begin at other tokens where a passage has moved"
 MOVABLE_TYPES = ("auto", "float32", "float16", "bfloat16", "half")
+UNREADABLE_TYPES = {
+    "e5m2": "keeps two bits of a number, too few for keys that are rounded again when they move",
+    "per_token_head": "has a scale for each head of each token",
+    "nvfp4": "packs two numbers in a byte, with a scale for every few of them",
+    "quant": "rotates and packs what it stores",  # turboquant, ultraquant
+    "ds_mla": "packs latents of 8 bits beside rotated numbers of 16",
+    "int8": "holds whole numbers",
+}
+"""By a part of their names: what our passes would have to read and write in such a cache."""
 
 
 def refusal(vllm_config: Any, kv_cache_config: Any, version: str, package: Path) -> str | None:
@@ -239,13 +249,22 @@ def _refuse_cache(vllm_config: Any, groups: Any) -> str | None:
     cache = vllm_config.cache_config
     if getattr(cache, "kv_sharing_fast_prefill", False):
         return "layers share the KV of other layers (kv_sharing_fast_prefill): a prefill leaves them out"
-    if why := _refuse_groups(vllm_config, groups):
-        return why
-    if str(cache.cache_dtype) not in MOVABLE_TYPES:
-        return (
-            f"a KV cache of type {cache.cache_dtype} cannot be moved: keys are rotated to other positions, and "
-            "rounding them to 8 bits once more adds an error that our checks were not calibrated for"
-        )
+    return _refuse_type(str(cache.cache_dtype), cache, groups) or _refuse_groups(vllm_config, groups)
+
+
+def _refuse_type(name: str, cache: Any, groups: Sequence[Any]) -> str | None:
+    """Of caches narrower than the model, those with one scale for a layer's keys and one for its values are served."""
+    if name in MOVABLE_TYPES:
+        return None
+    if name not in NARROW_TYPES:
+        what = next((why for part, why in UNREADABLE_TYPES.items() if part in name), "is none that our passes read")
+        return f"a KV cache of type {name} {what}; fp8 (e4m3) with a scale for each layer is served"
+    if any(keeps_latents(spec) for group in groups for spec in _list_specs(group)):
+        return f"latents in 8 bits ({name}): our checks were not calibrated for what rounding does to them"
+    if getattr(cache, "kv_cache_dtype_skip_layers", None):
+        return "some layers keep KV in 8 bits and others in 16 (kv_cache_dtype_skip_layers)"
+    if getattr(cache, "calculate_kv_scales", False):
+        return "the first request sets the scales of the KV cache (calculate_kv_scales), after we have read them"
     return None
 
 

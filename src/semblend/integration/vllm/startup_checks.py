@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from semblend.integration.vllm.scheduler.records import EngineFacts
 from semblend.integration.vllm.scheduler.scheduler_connector import SchedulerConnector
 from semblend.integration.vllm.settings import ConnectorSettings
 from semblend.integration.vllm.worker.model_access import StockModel, read_rope_config
+from semblend.integration.vllm.worker.quantised import NARROW_LOSS, NARROW_TYPES
 from semblend.integration.vllm.worker.worker_connector import WorkerConnector
 from semblend.materialize.blend.quality import QualitySettings
 from semblend.materialize.donors.directory import SharedDonors
@@ -32,7 +34,7 @@ from semblend.materialize.donors.places import (
     read_memory,
 )
 from semblend.materialize.donors.store import PrivateFolder
-from semblend.materialize.gate.observers import EIGHT_BIT_TOLERANCE
+from semblend.materialize.gate.observers import find_tolerance
 from semblend.materialize.gate.thresholds import ChosenTable, choose_table
 from semblend.materialize.kv.moves import count_bytes, packed_shapes
 from semblend.materialize.weights_watch import WeightsWatch
@@ -76,8 +78,11 @@ def make_semblend(settings: ConnectorSettings) -> tuple[SemBlend, MetricsTally]:
 
 
 def choose_gate(settings: ConnectorSettings, vllm_config: Any) -> ChosenTable:
-    """The table of thresholds for this engine's model."""
-    return choose_table(str(vllm_config.model_config.model), file=settings.thresholds)
+    """The table of thresholds for this engine's model; it was measured over a cache of 16 bits or more."""
+    chosen = choose_table(str(vllm_config.model_config.model), file=settings.thresholds)
+    if str(vllm_config.cache_config.cache_dtype) not in NARROW_TYPES:
+        return chosen
+    return replace(chosen, thresholds=chosen.thresholds.tighten(NARROW_LOSS))
 
 
 def quality_settings(settings: ConnectorSettings, vllm_config: Any) -> QualitySettings:
@@ -89,16 +94,18 @@ def quality_settings(settings: ConnectorSettings, vllm_config: Any) -> QualitySe
         chunk_tokens=int(vllm_config.scheduler_config.max_num_batched_tokens),
         piece_ms=settings.step_work_ms,
         prefills=False,  # vLLM does that itself, in chunks between its other work
-        canary_tolerance=EIGHT_BIT_TOLERANCE if settings.donor_bits == 8 else None,
     )
 
 
 def make_worker_connector(model: StockModel, settings: ConnectorSettings, vllm_config: Any) -> WorkerConnector:
     """The worker's side for a model that runs in this engine."""
+    quality = quality_settings(settings, vllm_config)
+    if settings.donor_bits == 8:
+        quality = replace(quality, canary_tolerance=find_tolerance(model.dtype, 8, narrow=model.narrow))
     return WorkerConnector(
         model,
         model.block_tokens,
-        quality_settings(settings, vllm_config),
+        quality,
         host_bytes=_choose_host_bytes(settings, model),
         device_bytes=max(0, settings.donor_device_bytes),
         disk_path=settings.donor_disk_path,
@@ -129,8 +136,8 @@ def place_donors(worker: WorkerConnector, settings: ConnectorSettings, vllm_conf
         free, total = torch.cuda.mem_get_info(device)
         share = 0.0 if getattr(cache, "kv_cache_memory_bytes", None) else float(cache.gpu_memory_utilization)
         worker.donor_kv.give_device(device, choose_device_bytes(free, total, share))
-    budgets, (token, spec) = worker.donor_kv.budgets, _count_token_bytes(vllm_config, kv_cache_config)
-    places = describe_places(budgets["device"], budgets["host"], token, token * _share_of(settings.donor_bits, spec))
+    budgets, (token, share) = worker.donor_kv.budgets, _count_token_bytes(settings, vllm_config, kv_cache_config)
+    places = describe_places(budgets["device"], budgets["host"], token, token * share)
     disk = f", {budgets['disk'] / GIB:.1f} GiB on the disk" if budgets["disk"] else ""
     own = (
         f"; {worker.own_bytes / GIB:.1f} GiB of the device for buffers and recorded passes" if worker.own_bytes else ""
@@ -180,13 +187,13 @@ def share_donors(settings: ConnectorSettings, ours: SchedulerConnector, vllm_con
     if not settings.donor_directory or ours.facts.refusal:
         return
     ranks = int(vllm_config.parallel_config.tensor_parallel_size)
-    token, spec = _count_token_bytes(vllm_config, kv_cache_config)
+    token, share = _count_token_bytes(settings, vllm_config, kv_cache_config)
     try:
         ours.donors.shared = SharedDonors(
             settings.donor_directory,
             settings.donor_directory_bytes,
             ours.facts.namespace,
-            token_bytes=token * ranks * _share_of(settings.donor_bits, spec),
+            token_bytes=token * ranks * share,
             ranks=ranks,
             ttl_s=settings.config.donor_ttl_s,
         )
@@ -195,18 +202,17 @@ def share_donors(settings: ConnectorSettings, ours: SchedulerConnector, vllm_con
         log.warning("SemBlend: %s (%s)", error.message, error.hint)
 
 
-def _count_token_bytes(vllm_config: Any, kv_cache_config: Any) -> tuple[float, Any]:
-    """Bytes of a token's KV in the cache of one rank, and what vLLM knows of it."""
+def _count_token_bytes(settings: ConnectorSettings, vllm_config: Any, kv_cache_config: Any) -> tuple[float, float]:
+    """Bytes that a donor takes for a token on one rank, in the type that it is read in, and the share of them that it
+    takes beside the device."""
     group = kv_cache_config.kv_cache_groups[0]
     layers = group.layer_names[: vllm_config.model_config.get_num_layers(vllm_config.parallel_config)]  # no draft's
     specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)  # where a draft's are of another size
     spec = specs[layers[0]] if specs else group.kv_cache_spec
-    return spec.page_size_bytes / spec.block_size * len(layers), spec
-
-
-def _share_of(bits: int, spec: Any) -> float:
-    """What a donor takes of the bytes that its tokens have in the engine's cache."""
-    if bits != 8:
-        return 1.0
-    tokens, head_dim, width = 6400, int(spec.head_size), int(spec.dtype.itemsize)
-    return count_bytes(packed_shapes(1, tokens, 1, head_dim)) / (2 * tokens * head_dim * width)
+    held = int(spec.dtype.itemsize)
+    width = int(vllm_config.model_config.dtype.itemsize) if held == 1 else held
+    token = spec.page_size_bytes / spec.block_size * len(layers) * width / held
+    if settings.donor_bits != 8:
+        return token, 1.0
+    tokens, head_dim = 6400, int(spec.head_size)
+    return token, count_bytes(packed_shapes(1, tokens, 1, head_dim)) / (2 * tokens * head_dim * width)

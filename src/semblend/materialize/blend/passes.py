@@ -475,7 +475,10 @@ class PassRunner:
     def _check_canary(self, state: BlendState, error: float) -> float:
         tolerance = self.settings.canary_tolerance
         if tolerance is None:
-            tolerance = find_tolerance(self.model.layout.dtype, latents=self.model.rope.rotary_start > 0)
+            model = self.model
+            tolerance = find_tolerance(
+                model.layout.dtype, latents=model.rope.rotary_start > 0, narrow=model.capabilities.narrow
+            )
         if error > tolerance:
             raise Refused(
                 DeclineReason.VALIDATION_FAILED,

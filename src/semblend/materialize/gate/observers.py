@@ -254,6 +254,8 @@ LATENT_TIMES = 2.0
 and of a latent only 32 pairs rotate: on an H200 the worst of 160 rows was 0.0205 off, 0.0046 without compiling."""
 EIGHT_BIT_TOLERANCE = 0.09
 """The same where donors are held at 8 bits; measured, see decisions/moving-kv.md."""
+NARROW_TOLERANCE: Mapping[torch.dtype, float] = MappingProxyType({torch.float8_e4m3fn: 0.12})
+"""The same where the engine's cache holds 8-bit floats; measured, see decisions/quality-gate.md."""
 
 DEEP_TOLERANCE = 1.1
 """Largest deviation of deep layers that still is another text in front; measured, see docs/research/robustness.md."""
@@ -264,14 +266,19 @@ _WINDOW_ROWS = 8
 """So many rows, next to each other in the sample, are judged together: a single odd token does not decide."""
 
 
-def find_tolerance(dtype: torch.dtype, donor_bits: int = 16, *, latents: bool = False) -> float:
+def find_tolerance(
+    dtype: torch.dtype, donor_bits: int = 16, *, latents: bool = False, narrow: torch.dtype | None = None
+) -> float:
     """The canary's tolerance for KV of a type from donors that are held at so many bits.
+
+    ``narrow``: the type of 8 bits that it has in the engine's cache.
 
     >>> find_tolerance(torch.bfloat16), find_tolerance(torch.bfloat16, 8) == EIGHT_BIT_TOLERANCE
     (0.02, True)
     """
     rounding = CANARY_TOLERANCE[dtype] * (LATENT_TIMES if latents else 1.0)
-    return max(rounding, EIGHT_BIT_TOLERANCE if donor_bits == 8 else 0.0)
+    packed = EIGHT_BIT_TOLERANCE if donor_bits == 8 else 0.0
+    return max(rounding, packed, NARROW_TOLERANCE[narrow] if narrow else 0.0)
 
 
 class Canary(Observer):

@@ -328,6 +328,14 @@ class DialTable:
             return bound_risk(math.inf)
         return _expect(weights, make_repair_features(order, features))
 
+    def scale(self, margin: float) -> DialTable:
+        """The same table that expects ``margin`` times as much."""
+        more = math.log(margin)
+        return DialTable(
+            {order: {percent: nats * margin for percent, nats in row.items()} for order, row in self.means.items()},
+            {percent: (*weights[:-1], weights[-1] + more) for percent, weights in self.repair.items()},
+        )
+
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> DialTable:
         """Raises what a wrong record raises: `Thresholds.from_json` says which file it is."""
@@ -397,6 +405,15 @@ class Thresholds:
     def expect(self, step: int, features: RiskFeatures) -> float:
         """Divergence from cold that an answer would have now."""
         return self.risk.expect(step, features)
+
+    def tighten(self, times: float) -> Thresholds:
+        """For where everything moves answers ``times`` as far as it did where this was measured.
+
+        >>> Thresholds(.01, .02, .02).tighten(2).after(20)
+        0.01
+        """
+        dials = {name: getattr(self, name).scale(times) for name in ("dial", "edit_dial", "borrowed_dial")}
+        return replace(self, kl_10=self.kl_10 / times, kl_20=self.kl_20 / times, kl_40=self.kl_40 / times, **dials)
 
     def to_json(self) -> str:
         """One JSON object, for a file that `from_json` takes back."""

@@ -3,6 +3,8 @@
 The shape that a backend registers says little: on a CPU keys are stored transposed inside a block, with AMX in tiles.
 So the backend's own writer fills one scratch block with numbered keys and values, once, and what lies where
 afterwards is the layout. Most are strided views, which our splice kernel takes as they are; the rest go by an index.
+
+A cache of 8-bit floats is laid out in bytes; what they mean is told in `quantised`.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ Writer = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """``(keys, values, cache, slots)``: the backend's own way to write ``[n, kv_heads, head_dim]`` into a layer's cache."""
 
 _BASE = 128  # digits that bfloat16 holds exactly
+_NARROW_BASE = 8  # digits that also float8_e5m2 does
+_NARROW_STEP = 0.125  # above a digit: a writer that cuts off what does not fit finds the same digit as one that rounds
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +56,7 @@ class IndexedLayout:
 
     caches: tuple[Tensor, ...]
     places: tuple[Tensor, Tensor]
-    write: Writer
+    write: Writer | None
 
     @property
     def layers(self) -> int:
@@ -98,7 +102,12 @@ class IndexedLayout:
         return self._flat(layer)[blocks[:, None, None], places[offsets]]
 
     def scatter(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        self.write(k.contiguous(), v.contiguous(), self.caches[layer], slots.long())
+        if self.write is not None:
+            self.write(k.contiguous(), v.contiguous(), self.caches[layer], slots.long())
+            return
+        blocks, offsets = self._at(slots)
+        for part, places in zip((k, v), self.places, strict=True):
+            self._flat(layer)[blocks[:, None, None], places[offsets]] = part
 
     def _flat(self, layer: int) -> Tensor:
         return self.caches[layer].view(self.caches[layer].shape[0], -1)
@@ -108,42 +117,77 @@ class IndexedLayout:
         return slots // self.block_tokens, slots % self.block_tokens
 
 
-def probe_layout(caches: Sequence[Tensor], block_tokens: int, kv_heads: int, head_dim: int, write: Writer) -> Layout:
-    """The layout of these caches, one tensor a layer, all alike."""
+@dataclass(frozen=True, slots=True)
+class Digits:
+    """Digits of the numbers that a probe writes, in a type and a base in which they are exact.
+
+    ``narrow``: they are divided by scales and rounded, in whatever way, to that type of 8 bits.
+    """
+
+    dtype: torch.dtype
+    narrow: torch.dtype | None = None
+    scales: tuple[float, float] = (1.0, 1.0)
+
+    def encode(self, digits: Tensor) -> list[Tensor]:
+        step = _NARROW_STEP if self.narrow else 0.0
+        parts = zip(digits.chunk(2), self.scales, strict=True)
+        return [((part + step) * scale).to(self.dtype) for part, scale in parts]
+
+    def read(self, written: Tensor) -> Tensor:
+        """What was written, -1 where nothing was."""
+        return written.view(self.narrow or written.dtype).flatten().double().nan_to_num(nan=-1.0).floor().long()
+
+
+def probe_layout(
+    caches: Sequence[Tensor],
+    block_tokens: int,
+    kv_heads: int,
+    head_dim: int,
+    write: Writer,
+    digits: Digits | None = None,
+) -> Layout:
+    """The layout of these caches, one tensor a layer, all alike.
+
+    ``digits``: that of bytes, where ``write`` takes wide numbers and rounds them. Bytes are not written by it again.
+    """
     first = caches[0]
     for cache in caches:
         if (cache.shape, cache.stride(), cache.dtype) != (first.shape, first.stride(), first.dtype):
             raise InputError("layers keep their KV in different shapes", hint="one kind of full attention is supported")
-    if first.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+    if digits is None and first.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise InputError(f"KV of type {first.dtype} cannot be moved", hint="do not quantise the KV cache")
-    places = _places(first, (block_tokens, kv_heads, head_dim), write)
+    places = _places(first, (block_tokens, kv_heads, head_dim), write, digits or Digits(first.dtype))
     offsets = [_memory_offset(first, place) for place in places]
     k_steps, v_steps = (_strides(offset) for offset in offsets)
-    if k_steps and v_steps and (k_steps == v_steps or first.device.type == "cpu"):
+    if k_steps and v_steps and (k_steps == v_steps or first.device.type == "cpu" or digits is not None):
         k, v = (
             tuple(_view(cache, offset, steps) for cache in caches)
             for offset, steps in zip(offsets, (k_steps, v_steps), strict=True)
         )
-        return KvLayout(k, v) if k_steps == v_steps and k_steps[2] == 1 else StridedLayout(k, v, tuple(caches), write)
+        if digits is None and k_steps == v_steps and k_steps[2] == 1:
+            return KvLayout(k, v)
+        return StridedLayout(k, v, tuple(caches), write if digits is None else None)
     if not first[0].is_contiguous():
         raise InputError("blocks of the KV cache are neither strided nor contiguous", hint="report the backend's name")
-    return IndexedLayout(tuple(caches), (places[0], places[1]), write)
+    return IndexedLayout(tuple(caches), (places[0], places[1]), write if digits is None else None)
 
 
-def _places(cache: Tensor, shape: tuple[int, int, int], write: Writer) -> list[Tensor]:
+def _places(cache: Tensor, shape: tuple[int, int, int], write: Writer, digits: Digits) -> list[Tensor]:
     """For keys and values: which element of a flattened block holds (token, head, dimension)."""
     count = shape[0] * shape[1] * shape[2]
     scratch = torch.empty_strided((1, *cache.shape[1:]), cache.stride(), dtype=cache.dtype, device=cache.device)
     numbers = torch.arange(2 * count, device=cache.device)
     slots = torch.arange(shape[0], dtype=torch.int64, device=cache.device)
-    digits = []
-    for power in range(3):
-        digit = (numbers // _BASE**power % _BASE).to(cache.dtype)
-        scratch.fill_(-1)
-        write(digit[:count].view(shape), digit[count:].view(shape), scratch, slots)
-        digits.append(scratch.flatten().to(torch.float64).round().long())
-    found = digits[0] + digits[1] * _BASE + digits[2] * _BASE**2
-    written = (digits[0] >= 0).nonzero().flatten()
+    found, value = torch.zeros(scratch.numel(), dtype=torch.int64, device=cache.device), 1
+    base = _NARROW_BASE if digits.narrow else _BASE
+    nothing = int(torch.tensor([-1.0]).to(digits.narrow).view(torch.uint8)) if digits.narrow else -1
+    while value < len(numbers):
+        k, v = digits.encode(numbers // value % base)
+        scratch.fill_(nothing)
+        write(k.view(shape), v.view(shape), scratch, slots)
+        read = digits.read(scratch)
+        found, value = found + read * value, value * base
+    written = (read >= 0).nonzero().flatten()
     if not torch.equal(found[written].sort().values, numbers):
         raise InputError("the attention backend changes or drops KV when it stores it", hint="reuse is not possible")
     place = torch.empty_like(numbers)

@@ -14,7 +14,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cached_property
+from functools import cached_property, partial
 from types import FrameType
 from typing import Any
 
@@ -44,6 +44,7 @@ from semblend.integration.vllm.worker.pass_attention import (
     count_recorded_parts,
     replace_attention,
 )
+from semblend.integration.vllm.worker.quantised import NARROW_TYPES, check_quantised, check_scales, lay_out_quantised
 from semblend.materialize.contract import Capabilities, Layout, Observer, Rows, StopPass
 from semblend.materialize.gate.observers import Canary
 from semblend.materialize.kv.layout import KvLayout, LatentLayout, copy_to_device
@@ -137,7 +138,7 @@ class StockModel:
         self.keeps_latents = keeps_latents(self._kv_spec)
         if self.keeps_latents:  # as the layers see them, without the one head
             self._caches = [cache.squeeze(1) if cache.dim() == 4 else cache for cache in self._caches]
-        check_caches(self._names, self._caches, self.layers)
+        self.narrow = check_caches(self._names, self._caches, self.layers)
         self._builders: list[tuple[Any, list[str]]] = []
         self._recorded: RecordedPasses | None = None
         self._looks: RecordedLooks | None = None
@@ -147,7 +148,9 @@ class StockModel:
         self.rope = RopeSpec.from_hf_config(read_rope_config(vllm_config))
         ranks = int(vllm_config.parallel_config.tensor_parallel_size)
         rank = self.rank if ranks > 1 else None
-        self.capabilities = Capabilities(ranks=ranks, rank=rank, windowed=find_windowed(self.layers))
+        self.capabilities = Capabilities(
+            ranks=ranks, rank=rank, windowed=find_windowed(self.layers), narrow=self.narrow
+        )
 
     def agree(self, values: Tensor, how: str) -> Tensor:
         """The mean or the largest over the ranks that hold parts of the model."""
@@ -177,7 +180,13 @@ class StockModel:
         """Layers, KV heads of this rank, head size and type of the cache; known before its layout is."""
         first = self.layers[0]
         size = int(first.head_size) // (2 if self.keeps_latents else 1)  # of a latent it is half the vector
-        return len(self._names), int(first.num_kv_heads), size, self._caches[0].dtype
+        return len(self._names), int(first.num_kv_heads), size, self.dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of keys and values outside of the cache: that of the model where the cache is narrower."""
+        found: torch.dtype = self._config.model_config.dtype if self.narrow else self._caches[0].dtype
+        return found
 
     @property
     def layers(self) -> list[Any]:
@@ -190,6 +199,10 @@ class StockModel:
         """Where KV lies. Asked for at the first use: the backend is not ready when a connector is made."""
         self._get_builders()
         layer, (_, kv_heads, head_dim, _) = self.layers[0], self.kv_shape
+
+        if self.narrow is not None:
+            shape = (self.block_tokens, kv_heads, head_dim)
+            return lay_out_quantised(self._caches, self.layers, shape, self.narrow, self.dtype)
 
         def write(k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> None:
             if self.keeps_latents:
@@ -206,11 +219,17 @@ class StockModel:
 
     @torch.inference_mode()
     def check(self) -> None:
-        """Raise where this engine's attention is not what passes of ours need; seen at its start, of latents only."""
+        """Raise where this engine's attention is not what passes of ours need; seen at its start, of latents and 8 bits
+        only."""
         if self.keeps_latents:
             assert isinstance(self.layout, LatentLayout)
-            first = self._names[0]
-            check_latents(self.layers[0], self.layout, self._caches[0], lambda rows: self._make_metadata(rows)[first])
+            describe = partial(self._describe_to, self._names[0])
+            check_latents(self.layers[0], self.layout, self._caches[0], describe)
+        if self.narrow is not None:
+            number = next(number for number, layer in enumerate(self.layers) if layer.sliding_window is None)
+            choose = partial(choose_attention, layers=[self.layers[number]], grouped=False)
+            describe = partial(self._describe_to, self._names[number])
+            check_quantised(self.layers[number], self.layout, self._caches[0], describe, choose)
 
     @torch.inference_mode()
     def forward(self, rows: Rows, observer: Observer | None = None) -> Tensor:
@@ -315,6 +334,9 @@ class StockModel:
         made = [(builder.build(0, described, fast_build=True), names) for builder, names in self._get_builders()]
         return {name: metadata for metadata, names in made for name in names}
 
+    def _describe_to(self, name: str, rows: Rows) -> Any:
+        return self._make_metadata(rows)[name]
+
     def _describe(self, rows: Rows, runs: Sequence[tuple[int, int]]) -> Any:
         from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -352,17 +374,24 @@ def find_windowed(layers: Sequence[Any]) -> frozenset[int]:
     return windowed
 
 
-def check_caches(names: Sequence[str], caches: Sequence[Tensor], layers: Sequence[Any]) -> None:
-    """Raise where the caches are not one plain tensor a layer; the scheduler's side cannot see that.
+def check_caches(names: Sequence[str], caches: Sequence[Tensor], layers: Sequence[Any]) -> torch.dtype | None:
+    """The type of 8 bits in the caches; None where they hold wide numbers. Raise where they are not one plain tensor a
+    layer; the scheduler's side cannot see that.
 
     A checkpoint may ask for a quantised KV cache on its own, and a model for layers that read other layers' KV.
     """
+    narrow = None
     for name, cache, layer in zip(names, caches, layers, strict=True):
         if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
             raise SemBlendError(f"{name} shares the KV of another layer", hint="such models run without reuse")
-        if not isinstance(cache, Tensor) or cache.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        narrow = NARROW_TYPES.get(str(getattr(layer, "kv_cache_dtype", "auto")))
+        wanted = (torch.float32, torch.float16, torch.bfloat16) if narrow is None else (torch.uint8, narrow)
+        if not isinstance(cache, Tensor) or cache.dtype not in wanted:
             kind = getattr(cache, "dtype", type(cache).__name__)
-            raise SemBlendError(f"KV of type {kind} cannot be moved", hint="do not quantise the KV cache")
+            raise SemBlendError(f"KV of type {kind} cannot be moved", hint="--kv-cache-dtype fp8, or no quantised KV")
+        if narrow is not None:
+            check_scales(layer)
+    return narrow
 
 
 def read_layer_spec(group: Any, names: Sequence[str]) -> Any:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from semblend.integration.vllm.worker.latents import LatentStandIn
+from semblend.integration.vllm.worker.quantised import QuantisedLayout, widen_queries
 from semblend.materialize.contract import Layout, Observer, Rows
 from semblend.materialize.kv.layout import KvLayout, LatentLayout, copy_to_device
 
@@ -155,12 +156,14 @@ SHORT_RUN = 16
 
 def can_attend(layout: Layout, layers: Layers) -> KvLayout | None:
     """The views that our kernel reads, where it runs and computes what these layers do; None elsewhere."""
+    return layout.views if runs_kernels(layout, layers) else None
+
+
+def runs_kernels(layout: Layout, layers: Layers) -> bool:
+    """Whether our kernel runs here and computes what these layers do."""
     if layout.device.type != "cuda" or isinstance(layout, LatentLayout):
-        return None
-    for layer in layers:
-        if layer.impl.alibi_slopes is not None or layer.impl.logits_soft_cap:
-            return None
-    return layout.views
+        return False
+    return not any(layer.impl.alibi_slopes is not None or layer.impl.logits_soft_cap for layer in layers)
 
 
 def choose_attention(rows: Rows, layout: Layout, layers: Layers, *, grouped: bool) -> Attend | None:
@@ -168,11 +171,27 @@ def choose_attention(rows: Rows, layout: Layout, layers: Layers, *, grouped: boo
 
     ``grouped``: where there are many, the backend's FlashAttention does most of it.
     """
-    if len(rows) >= SHORT_RUN * len(rows.runs) or (views := can_attend(layout, layers)) is None:
+    if len(rows) >= SHORT_RUN * len(rows.runs):
+        return None
+    if isinstance(layout, QuantisedLayout):
+        return attend_widened(rows, layout, layers) if runs_kernels(layout, layers) else None
+    if (views := can_attend(layout, layers)) is None:
         return None
     if grouped and len(rows) >= MIN_ROWS:
         return attend_in_groups(rows, views, layers)
     return attend_scattered(rows.positions, rows.context, views, layers)
+
+
+def attend_widened(rows: Rows, layout: QuantisedLayout, layers: Layers) -> Attend:
+    """The same over 8-bit KV: a layer's context is read wide, once, for a kernel that reads wide numbers only."""
+    context = rows.context[: rows.reach]
+
+    def attend(layer: int, q: Tensor) -> Tensor:
+        k, v = layout.gather(layer, context)
+        views = KvLayout.of_rows([k], [v])
+        return attend_scattered(rows.positions, torch.arange(len(k), device=k.device), views, [layers[layer]])(0, q)
+
+    return attend
 
 
 def attend_scattered(
@@ -285,7 +304,7 @@ class _StandIn:
         output: Tensor,
         **more: Any,
     ) -> Tensor:
-        asked = query.view(-1, layer.num_heads, layer.head_size)
+        asked = widen_queries(layer, query, self._pass.layout.dtype).view(-1, layer.num_heads, layer.head_size)
         if self._pass.observer is not None:
             self._pass.observer.on_layer(self._number, asked, self._pass.rows, self._pass.layout)
         if self._pass.attend is None:

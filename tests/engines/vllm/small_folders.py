@@ -49,6 +49,8 @@ EXPERTS: dict[str, dict[str, Any]] = {
 """Kinds of models with experts, and what their configs say beside the sizes. GLM has none: vLLM runs it by the
 class of transformers."""
 
+BOTH = {"num_hidden_layers": 4, "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2}
+
 PICTURES: dict[str, dict[str, Any]] = {
     "qwen3_vl": {
         "text_config": {
@@ -70,8 +72,16 @@ PICTURES: dict[str, dict[str, Any]] = {
             **{"num_attention_heads": 2, "head_dim": 32, "image_size": 56, "patch_size": 14},
         },
     },
+    "gemma3": {
+        "text_config": BOTH | {"head_dim": 32, "query_pre_attn_scalar": 32, "tie_word_embeddings": True},
+        "vision_config": {
+            **{"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2},
+            **{"image_size": 56, "patch_size": 14, "vision_use_head": False},
+        },
+    },
 }
-"""Kinds of models that read images: with positions on three axes and images in several layers, and without."""
+"""Kinds of models that read images: with positions on three axes and images in several layers, without, and with
+windows."""
 
 IMAGE_TOKENS: dict[str, dict[str, str]] = {
     "qwen3_vl": {
@@ -79,6 +89,10 @@ IMAGE_TOKENS: dict[str, dict[str, str]] = {
         **{"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"},
     },
     "mistral3": {"image_token_index": "[IMG]"},
+    "gemma3": {
+        **{"image_token_index": "<image_soft_token>", "boi_token_index": "<start_of_image>"},
+        **{"eoi_token_index": "<end_of_image>"},
+    },
 }
 
 
@@ -109,15 +123,22 @@ def _write_pictures(kind: str, folder: Path, like: str) -> None:
     import transformers
     from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(like)
     named = IMAGE_TOKENS[kind]
+    ends = {name.replace("_index", ""): token for name, token in named.items() if name.endswith("_token_index")}
+    tokenizer = AutoTokenizer.from_pretrained(like, extra_special_tokens=ends)
     tokenizer.add_special_tokens({"additional_special_tokens": [*named.values(), "[IMG_BREAK]", "[IMG_END]"]})
+    if kind == "gemma3":
+        tokenizer.add_tokens(["\n" * count for count in (1, 2, 3, 4)])  # its processor asks for them by name
     parts = PICTURES[kind]
     sizes = _sizes(like) | {"vocab_size": len(tokenizer), "num_hidden_layers": 3, "tie_word_embeddings": False}
     tokens = {name: tokenizer.convert_tokens_to_ids(token) for name, token in named.items()}
     text = sizes | parts["text_config"]
     config = AutoConfig.for_model(kind, text_config=text, vision_config=parts["vision_config"], **tokens)
-    if kind == "mistral3":
+    if kind == "gemma3":
+        config.mm_tokens_per_image = 4
+        images = transformers.Gemma3ImageProcessor(size={"height": 56, "width": 56})
+        processor = transformers.Gemma3Processor(images, tokenizer, image_seq_length=4)
+    elif kind == "mistral3":
         images = transformers.PixtralImageProcessor(patch_size=14, size={"longest_edge": 56})
         processor = transformers.PixtralProcessor(images, tokenizer, patch_size=14, spatial_merge_size=2)
     else:
@@ -125,11 +146,17 @@ def _write_pictures(kind: str, folder: Path, like: str) -> None:
         videos = transformers.Qwen3VLVideoProcessor(patch_size=14, merge_size=2)
         processor = transformers.Qwen3VLProcessor(images, tokenizer, videos)
     _write(AutoModelForImageTextToText.from_config, config, folder, like, norms=True)
+    if kind == "gemma3":
+        _rename_weights(folder / "model.safetensors", "vision_tower.", "vision_tower.vision_model.")  # as checkpoints
     processor.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-BOTH = {"num_hidden_layers": 4, "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2}
+def _rename_weights(file: Path, old: str, new: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    state = {name.replace(old, new): weight for name, weight in load_file(file).items()}
+    save_file(state, file, metadata={"format": "pt"})
 
 
 def _write_soft_cap(folder: Path, like: str) -> None:

@@ -44,13 +44,21 @@ def test_a_model_with_experts_is_served(expert_world):
     assert_text_is_reused_exactly(expert_world)
 
 
+MARKS = {
+    **{"[IMG]": "[IMG]", "<start_of_image>": "<start_of_image> is it"},
+    **{"<|image_pad|>": "<|vision_start|><|image_pad|><|vision_end|>"},
+}
+"""What stands for an image in a prompt, by a token that only its model has. Gemma 3's processor loses an image with a
+newline right behind it."""
+
+
 def show(world: Any, before: list[int], after: list[int], seed: int) -> dict[str, Any]:
     """A prompt with an image in its text."""
     from PIL import Image
 
     pixels = np.random.default_rng(seed).integers(0, 255, (56, 56, 3), dtype=np.uint8)
     known = world.tokenizer.get_added_vocab()
-    marks = world.ids("[IMG]" if "[IMG]" in known else "<|vision_start|><|image_pad|><|vision_end|>")
+    marks = world.ids(next(text for token, text in MARKS.items() if token in known))
     return {"prompt_token_ids": before + marks + after, "multi_modal_data": {"image": Image.fromarray(pixels)}}
 
 

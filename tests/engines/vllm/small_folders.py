@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,21 @@ class of transformers."""
 
 BOTH = {"num_hidden_layers": 4, "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2}
 
+LATENTS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
+LATENTS |= {"num_key_value_heads": 4, "num_hidden_layers": 3, "tie_word_embeddings": False}
+"""The latents of all DeepSeek models: vLLM's kernel for CPUs knows no other."""
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512}
+YARN |= {"beta_fast": 32, "beta_slow": 1}
+"""Without it vLLM's package for CPUs rotates wrongly by itself: its kernel takes the keys for one piece of memory."""
+
+EXPERTS_AND_LATENTS: dict[str, Any] = LATENTS | {
+    **{"first_k_dense_replace": 1, "q_lora_rank": 64, "n_routed_experts": 4, "n_group": 2, "topk_group": 1},
+    **{"num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 64, "scoring_func": "sigmoid"},
+    "topk_method": "noaux_tc",  # what vLLM reads, and the files of DeepSeek-V3 say
+    "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+}
+
 PICTURES: dict[str, dict[str, Any]] = {
     "qwen3_vl": {
         "text_config": {
@@ -73,15 +89,24 @@ PICTURES: dict[str, dict[str, Any]] = {
         },
     },
     "gemma3": {
+        "mm_tokens_per_image": 4,
         "text_config": BOTH | {"head_dim": 32, "query_pre_attn_scalar": 32, "tie_word_embeddings": True},
         "vision_config": {
             **{"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2},
             **{"image_size": 56, "patch_size": 14, "vision_use_head": False},
         },
     },
+    "kimi_k25": {
+        "projection_hidden_size": 64,
+        "text_config": EXPERTS_AND_LATENTS | {"model_type": "deepseek_v3"},
+        "vision_config": {
+            **{"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2},
+            **{"patch_size": 14, "pos_emb_height": 8, "pos_emb_width": 8},
+        },
+    },
 }
-"""Kinds of models that read images: with positions on three axes and images in several layers, without, and with
-windows."""
+"""Kinds of models that read images: with positions on three axes and images in several layers, without, with windows,
+and with latents."""
 
 IMAGE_TOKENS: dict[str, dict[str, str]] = {
     "qwen3_vl": {
@@ -93,7 +118,24 @@ IMAGE_TOKENS: dict[str, dict[str, str]] = {
         **{"image_token_index": "<image_soft_token>", "boi_token_index": "<start_of_image>"},
         **{"eoi_token_index": "<end_of_image>"},
     },
+    "kimi_k25": {
+        **{"image_token_id": "<|media_pad|>", "vision_start_token_id": "<|media_begin|>"},
+        **{"vision_end_token_id": "<|media_end|>"},
+    },
 }
+
+CHECKPOINTS: dict[str, dict[str, str]] = {
+    "gemma3": {"vision_tower.": "vision_tower.vision_model."},
+    "kimi_k25": {
+        **{"language_model.model.blocks.": "language_model.model.layers."},
+        **{"vision_tower.encoder.patch_embed.": "vision_tower.patch_embed.", "model.mm_projector.": "mm_projector."},
+    },
+}
+"""What transformers calls some weights where it saves them, and what checkpoints and vLLM do."""
+
+KIMI_IMAGES = {"in_patch_limit": 16384, "patch_size": 14, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+KIMI_IMAGES |= {"merge_kernel_size": 2, "fixed_output_tokens": None, "patch_limit_on_one_side": 512}
+KIMI_IMAGES |= {"in_patch_limit_each_frame": 4096, "in_patch_limit_video": None, "temporal_merge_kernel_size": 4}
 
 
 def _write_hybrid(folder: Path, like: str) -> None:
@@ -133,9 +175,16 @@ def _write_pictures(kind: str, folder: Path, like: str) -> None:
     sizes = _sizes(like) | {"vocab_size": len(tokenizer), "num_hidden_layers": 3, "tie_word_embeddings": False}
     tokens = {name: tokenizer.convert_tokens_to_ids(token) for name, token in named.items()}
     text = sizes | parts["text_config"]
-    config = AutoConfig.for_model(kind, text_config=text, vision_config=parts["vision_config"], **tokens)
-    if kind == "gemma3":
-        config.mm_tokens_per_image = 4
+    config = AutoConfig.for_model(kind, **(parts | {"text_config": text}), **tokens)
+    _write(AutoModelForImageTextToText.from_config, config, folder, like, norms=True)
+    for old, new in CHECKPOINTS.get(kind, {}).items():
+        _rename_weights(folder / "model.safetensors", old, new)
+    if kind == "kimi_k25":
+        processor = tokenizer  # vLLM has one of its own for images
+        config.architectures = ["KimiK25ForConditionalGeneration"]  # as checkpoints have it, and not transformers
+        config.save_pretrained(folder)
+        (folder / "preprocessor_config.json").write_text(json.dumps({"media_proc_cfg": KIMI_IMAGES}))
+    elif kind == "gemma3":
         images = transformers.Gemma3ImageProcessor(size={"height": 56, "width": 56})
         processor = transformers.Gemma3Processor(images, tokenizer, image_seq_length=4)
     elif kind == "mistral3":
@@ -145,9 +194,6 @@ def _write_pictures(kind: str, folder: Path, like: str) -> None:
         images = transformers.Qwen2VLImageProcessor(patch_size=14, merge_size=2)
         videos = transformers.Qwen3VLVideoProcessor(patch_size=14, merge_size=2)
         processor = transformers.Qwen3VLProcessor(images, tokenizer, videos)
-    _write(AutoModelForImageTextToText.from_config, config, folder, like, norms=True)
-    if kind == "gemma3":
-        _rename_weights(folder / "model.safetensors", "vision_tower.", "vision_tower.vision_model.")  # as checkpoints
     processor.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -206,15 +252,6 @@ def _write_recurrent(folder: Path, like: str) -> None:
     _write(Lfm2ForCausalLM, config, folder, like)
 
 
-LATENTS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
-LATENTS |= {"num_key_value_heads": 4, "num_hidden_layers": 3, "tie_word_embeddings": False}
-"""The latents of all DeepSeek models: vLLM's kernel for CPUs knows no other."""
-
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512}
-YARN |= {"beta_fast": 32, "beta_slow": 1}
-"""Without it vLLM's package for CPUs rotates wrongly by itself: its kernel takes the keys for one piece of memory."""
-
-
 def _write_latents(folder: Path, like: str) -> None:
     """Three dense layers with latent attention and YaRN, as in DeepSeek-V2-Lite."""
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
@@ -232,20 +269,7 @@ def _write_latents_and_experts(folder: Path, like: str) -> None:
     """Three layers with latent attention and compressed queries, two of them with experts, as in DeepSeek-V3."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-    config = DeepseekV3Config(
-        **(_sizes(like) | LATENTS),
-        first_k_dense_replace=1,
-        q_lora_rank=64,
-        topk_method="noaux_tc",  # what vLLM reads, and the files of DeepSeek-V3 say
-        scoring_func="sigmoid",
-        n_routed_experts=4,
-        n_group=2,
-        topk_group=1,
-        num_experts_per_tok=2,
-        n_shared_experts=1,
-        moe_intermediate_size=64,
-        rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
-    )
+    config = DeepseekV3Config(**(_sizes(like) | EXPERTS_AND_LATENTS))
     _write(DeepseekV3ForCausalLM, config, folder, like)
 
 

@@ -46,6 +46,7 @@ def test_a_model_with_experts_is_served(expert_world):
 
 MARKS = {
     **{"[IMG]": "[IMG]", "<start_of_image>": "<start_of_image> is it"},
+    "<|media_pad|>": "<|media_begin|>image<|media_pad|><|media_end|>",
     **{"<|image_pad|>": "<|vision_start|><|image_pad|><|vision_end|>"},
 }
 """What stands for an image in a prompt, by a token that only its model has. Gemma 3's processor loses an image with a
@@ -59,7 +60,11 @@ def show(world: Any, before: list[int], after: list[int], seed: int) -> dict[str
     pixels = np.random.default_rng(seed).integers(0, 255, (56, 56, 3), dtype=np.uint8)
     known = world.tokenizer.get_added_vocab()
     marks = world.ids(next(text for token, text in MARKS.items() if token in known))
-    return {"prompt_token_ids": before + marks + after, "multi_modal_data": {"image": Image.fromarray(pixels)}}
+    image: Any = Image.fromarray(pixels)
+    data = {"image": image}
+    if "<|media_pad|>" in known:  # Kimi reads images as pieces of video
+        data = {"vision_chunk": {"type": "image", "image": image, "uuid": None}}
+    return {"prompt_token_ids": before + marks + after, "multi_modal_data": data}
 
 
 @pytest.mark.parametrize("picture_world", sorted(PICTURES), indirect=True)

@@ -27,7 +27,8 @@ LOADS_AHEAD = frozenset(
 With a load in the request's own step and asynchronous scheduling vLLM answers with wrong tokens in that case."""
 READ_TEXT_PLAINLY = frozenset(
     "Mistral3ForConditionalGeneration Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration "  # noqa: SIM905
-    "Qwen3VLForConditionalGeneration Glm4vForConditionalGeneration Gemma3ForConditionalGeneration".split()
+    "Qwen3VLForConditionalGeneration Glm4vForConditionalGeneration Gemma3ForConditionalGeneration "
+    "KimiK25ForConditionalGeneration".split()
 )
 """Classes for images that were run with us, and of which we know what a pass over text needs: token embeddings and
 positions, and of Qwen3-VL that what images add to its layers is set aside meanwhile. Others may keep more in the model

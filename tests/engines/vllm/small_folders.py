@@ -67,19 +67,24 @@ EXPERTS_AND_LATENTS: dict[str, Any] = LATENTS | {
     "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
 }
 
+QWEN_TEXT: dict[str, Any] = {
+    "head_dim": 32,
+    "rope_parameters": {
+        **{"rope_type": "default", "rope_theta": 1e4},
+        **{"mrope_section": [6, 5, 5], "mrope_interleaved": True},
+    },
+}
+SIGHT: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "patch_size": 14}
+SIGHT |= {"depth": 2, "out_hidden_size": 128}
+QWEN_SIGHT = SIGHT | {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}
+GLM_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]}
+
 PICTURES: dict[str, dict[str, Any]] = {
-    "qwen3_vl": {
-        "text_config": {
-            "head_dim": 32,
-            "rope_parameters": {
-                **{"rope_type": "default", "rope_theta": 1e4},
-                **{"mrope_section": [6, 5, 5], "mrope_interleaved": True},
-            },
-        },
-        "vision_config": {
-            **{"depth": 2, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "patch_size": 14},
-            **{"out_hidden_size": 128, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16},
-        },
+    "qwen3_vl": {"text_config": QWEN_TEXT, "vision_config": QWEN_SIGHT},
+    "qwen3_vl_moe": {"text_config": QWEN_TEXT | FEW | {"norm_topk_prob": True}, "vision_config": QWEN_SIGHT},
+    "glm4v_moe": {
+        "text_config": EXPERTS["glm4_moe"] | {"rope_parameters": GLM_ROPE, "use_qk_norm": False},
+        "vision_config": SIGHT | {"image_size": 56},
     },
     "mistral3": {
         "text_config": {"model_type": "mistral", "head_dim": 32, "sliding_window": None},
@@ -108,10 +113,15 @@ PICTURES: dict[str, dict[str, Any]] = {
 """Kinds of models that read images: with positions on three axes and images in several layers, without, with windows,
 and with latents."""
 
+QWEN_TOKENS = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
+QWEN_TOKENS |= {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
+
 IMAGE_TOKENS: dict[str, dict[str, str]] = {
-    "qwen3_vl": {
-        **{"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"},
-        **{"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"},
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), QWEN_TOKENS),
+    "glm4v_moe": {
+        **{"image_token_id": "<|image|>", "image_start_token_id": "<|begin_of_image|>"},
+        **{"image_end_token_id": "<|end_of_image|>", "video_token_id": "<|video|>"},
+        **{"video_start_token_id": "<|begin_of_video|>", "video_end_token_id": "<|end_of_video|>"},
     },
     "mistral3": {"image_token_index": "[IMG]"},
     "gemma3": {
@@ -177,8 +187,7 @@ def _write_pictures(kind: str, folder: Path, like: str) -> None:
     text = sizes | parts["text_config"]
     config = AutoConfig.for_model(kind, **(parts | {"text_config": text}), **tokens)
     _write(AutoModelForImageTextToText.from_config, config, folder, like, norms=True)
-    for old, new in CHECKPOINTS.get(kind, {}).items():
-        _rename_weights(folder / "model.safetensors", old, new)
+    _write_as_checkpoints(kind, folder / "model.safetensors")
     if kind == "kimi_k25":
         processor = tokenizer  # vLLM has one of its own for images
         config.architectures = ["KimiK25ForConditionalGeneration"]  # as checkpoints have it, and not transformers
@@ -187,6 +196,10 @@ def _write_pictures(kind: str, folder: Path, like: str) -> None:
     elif kind == "gemma3":
         images = transformers.Gemma3ImageProcessor(size={"height": 56, "width": 56})
         processor = transformers.Gemma3Processor(images, tokenizer, image_seq_length=4)
+    elif kind == "glm4v_moe":
+        images = transformers.Glm4vImageProcessor(patch_size=14, merge_size=2)
+        videos = transformers.Glm4vVideoProcessor(patch_size=14, merge_size=2)
+        processor = transformers.Glm4vProcessor(images, tokenizer, videos)
     elif kind == "mistral3":
         images = transformers.PixtralImageProcessor(patch_size=14, size={"longest_edge": 56})
         processor = transformers.PixtralProcessor(images, tokenizer, patch_size=14, spatial_merge_size=2)
@@ -198,10 +211,16 @@ def _write_pictures(kind: str, folder: Path, like: str) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _rename_weights(file: Path, old: str, new: str) -> None:
+def _write_as_checkpoints(kind: str, file: Path) -> None:
+    """What transformers names and lays out in another way where it saves it than checkpoints do."""
     from safetensors.torch import load_file, save_file
 
-    state = {name.replace(old, new): weight for name, weight in load_file(file).items()}
+    state = {}
+    for name, weight in load_file(file).items():
+        for old, new in CHECKPOINTS.get(kind, {}).items():
+            name = name.replace(old, new)
+        turned = kind == "qwen3_vl_moe" and ".experts." in name
+        state[name] = weight.transpose(1, 2).contiguous() if turned else weight
     save_file(state, file, metadata={"format": "pt"})
 
 

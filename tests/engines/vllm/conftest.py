@@ -123,9 +123,7 @@ def read_attributes(value: Any) -> Any:
 
 
 @pytest.fixture
-def picture_world(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[World]:
+def picture_world(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     if request.param == "kimi_k25":
         # Its class imports numba, and vLLM's search for kernels falls over an object of llvmlite that has no dict.
         monkeypatch.setattr("vllm.triton_utils.dispatcher.vars", read_attributes, raising=False)

@@ -303,6 +303,9 @@ WINDOWED = {
     "layer_types": ["sliding_attention", "full_attention"],
     "max_position_embeddings": 32768,
 }
+GEMMA = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}
+GEMMA_4B = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+GEMMA_4B |= {"sliding_window": 1024, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}  # no more is in its file
 LATENT = {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": 61}
 LATENT |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "max_position_embeddings": 4096}
 PLAIN = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 28, "vocab_size": 1000}
@@ -321,6 +324,8 @@ PLAIN |= {"max_position_embeddings": 32768, "rope_theta": 1e6}
         (PLAIN | {"model_type": "gemma2", "sliding_window": 4096}, "28", {"vllm": "with --disable-hybrid"}),
         ({"text_config": PLAIN, "architectures": ["SomeVLM"], "model_type": "some"}, "28 KiB", {"vllm": "SomeVLM"}),
         ({"text_config": PLAIN, "architectures": ["Qwen2_5_VLForConditionalGeneration"]}, "28", {"vllm": "served"}),
+        ({"text_config": WINDOWED, **GEMMA}, "2 KiB", {"vllm": "with --disable-hybrid", "sglang": "never looked at"}),
+        ({"text_config": GEMMA_4B, **GEMMA}, "of unknown KV size", {"vllm": "with --disable-hybrid"}),
     ],
 )
 def test_doctor_says_of_a_models_config_which_engines_serve_it(

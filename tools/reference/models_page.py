@@ -53,6 +53,7 @@ CLASSES: Mapping[str, str] = {
     "glm4v_text": "Glm4vForConditionalGeneration",
     "glm4v_moe_text": "Glm4vMoeForConditionalGeneration",
     "llama4_text": "Llama4ForConditionalGeneration",
+    "gemma3_text": "Gemma3ForConditionalGeneration",
     "gemma4_text": "Gemma4ForConditionalGeneration",
     "qwen3_5_text": "Qwen3_5ForConditionalGeneration",
     "qwen3_5_moe_text": "Qwen3_5MoeForConditionalGeneration",
@@ -62,10 +63,10 @@ CLASSES: Mapping[str, str] = {
 NAMES: Mapping[str, str] = {
     "llama": "Llama 2 to 3.3, SmolLM2, TinyLlama", "qwen2": "Qwen2, Qwen2.5", "qwen3_moe": "Qwen3-30B-A3B, Qwen3-Coder",
     "glm4_moe": "GLM-4.5 to 4.7", "glm4_moe_lite": "GLM-4.7-Flash", "glm_moe_dsa": "GLM-5", "afmoe": "Trinity",
-    "deepseek_v2": "DeepSeek-V2", "deepseek_v3": "DeepSeek-V3, R1", "kimi_k2": "Kimi K2", "hy_v3": "Hy3",
+    "deepseek_v2": "DeepSeek-V2", "deepseek_v3": "DeepSeek-V3, R1", "kimi_k2": "Kimi K2 to K2.7", "hy_v3": "Hy3",
     "mistral (a window in all layers)": "Mistral 7B v0.1", "phi3 (longrope)": "Phi-4-mini", "cohere2": "Command A",
     "laguna": "Laguna M.1", "laguna (windows)": "Laguna XS and S", "lfm2": "LFM2.5", "mellum": "Mellum 2",
-    "qwen3_5_text": "Qwen3.5 to 3.8", "nemotron_h": "Nemotron 3", "gemma3_text": "Gemma 3, of text alone",
+    "qwen3_5_text": "Qwen3.5 to 3.8", "nemotron_h": "Nemotron 3", "gemma3_text": "Gemma 3, TranslateGemma",
     "gemma4_text": "Gemma 4", "phi3": "Phi-4", "minimax_m2": "MiniMax-M2 to M2.7", "gpt_oss": "gpt-oss",
 }  # fmt: skip
 CPU = "random weights, CPU"
@@ -78,12 +79,16 @@ RUN: Mapping[str, str] = {
         ("mixtral", "olmoe", "granitemoe", "glm4_moe", "minimax_m2", "hy_v3", "gemma2", "exaone4"), f"vLLM: {CPU}"
     ),
     "glm": f"vLLM, by the class of transformers: {CPU}",
-    "gemma3_text": f"vLLM: {CPU}; of 12B not measured on the H200, whose memory did not suffice beside other programs",
+    "gemma3_text": f"vLLM: {CPU}, alone and with requests with images beside; "
+    "of 12B not measured on the H200, whose memory did not suffice beside other programs",
     "gpt_oss": f"vLLM: {CPU}; of 20B declined at its start on the H200, why was not seen, not run since",
     "deepseek_v2": f"vLLM: {CPU}; of V2-Lite the canary refused reuse on the H200 (compiled); its tolerance for "
     "latents was doubled since, not run there again",
     "deepseek_v3": f"vLLM: {CPU}",
-    "qwen3_vl_text": f"vLLM: {CPU}, requests with images beside",
+    **dict.fromkeys(
+        ("qwen3_vl_text", "qwen3_vl_moe_text", "glm4v_moe_text"), f"vLLM: {CPU}, requests with images beside"
+    ),
+    "kimi_k2": f"vLLM: {CPU}, as the text of Kimi K2.5, requests with images beside",
     "mistral": f"vLLM: {CPU}, as the text of Mistral Small 3",
     **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "glm4v_text"), f"vLLM: once, {CPU}"),
     "mistral (a window in all layers)": f"vLLM: {CPU}, as without us",

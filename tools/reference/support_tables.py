@@ -108,18 +108,21 @@ VLLM: tuple[Feature, ...] = (
         _VLLM_START,
     ),
     Feature(
-        "text in models that read images: Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Mistral Small 3, GLM-4.1V",
+        "text in models that read images: Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Mistral Small 3, GLM-4.1V, GLM-4.5V, "
+        "Kimi K2.5; Gemma 3 with --disable-hybrid-kv-cache-manager",
         SupportLevel.YES,
-        "a request with an image is computed without us and becomes no donor. Qwen3-VL and Mistral3 with random "
-        "weights run in the tests, beside requests with images too (they need torchvision); Qwen2-VL, Qwen2.5-VL and "
-        "GLM-4.1V ran once. Only eager, on a CPU",
+        "a request with an image is computed without us and becomes no donor. Qwen3-VL, GLM-4.5V, Mistral3, Gemma 3 "
+        "and Kimi K2.5 with random weights run in the tests, beside requests with images too (all but Kimi's need "
+        "torchvision); Qwen2-VL, Qwen2.5-VL and GLM-4.1V ran once. Only eager, on a CPU, where vLLM has no mask by "
+        "which tokens of Gemma 3's images see each other: that our passes are described without it is tested",
         f"{_VLLM_ENGINES}/test_families.py",
     ),
     Feature(
         "other models for images or sound",
         SupportLevel.NO,
-        "what a class keeps in the model while a step runs has to be known. Gemma 3 and Llama 4 have windows or "
-        "chunks. Mistral's own format (params.json) names no family: load the Hugging Face format",
+        "what a class keeps in the model while a step runs has to be known. Llama 4 attends within chunks, and layers "
+        "of Gemma 4 have several shapes. Mistral's own format (params.json) names no family: load the Hugging Face "
+        "format",
         _VLLM_START,
     ),
     Feature(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -49,19 +50,41 @@ EXPERTS: dict[str, dict[str, Any]] = {
 """Kinds of models with experts, and what their configs say beside the sizes. GLM has none: vLLM runs it by the
 class of transformers."""
 
+BOTH = {"num_hidden_layers": 4, "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2}
+
+LATENTS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
+LATENTS |= {"num_key_value_heads": 4, "num_hidden_layers": 3, "tie_word_embeddings": False}
+"""The latents of all DeepSeek models: vLLM's kernel for CPUs knows no other."""
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512}
+YARN |= {"beta_fast": 32, "beta_slow": 1}
+"""Without it vLLM's package for CPUs rotates wrongly by itself: its kernel takes the keys for one piece of memory."""
+
+EXPERTS_AND_LATENTS: dict[str, Any] = LATENTS | {
+    **{"first_k_dense_replace": 1, "q_lora_rank": 64, "n_routed_experts": 4, "n_group": 2, "topk_group": 1},
+    **{"num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 64, "scoring_func": "sigmoid"},
+    "topk_method": "noaux_tc",  # what vLLM reads, and the files of DeepSeek-V3 say
+    "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+}
+
+QWEN_TEXT: dict[str, Any] = {
+    "head_dim": 32,
+    "rope_parameters": {
+        **{"rope_type": "default", "rope_theta": 1e4},
+        **{"mrope_section": [6, 5, 5], "mrope_interleaved": True},
+    },
+}
+SIGHT: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "patch_size": 14}
+SIGHT |= {"depth": 2, "out_hidden_size": 128}
+QWEN_SIGHT = SIGHT | {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}
+GLM_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]}
+
 PICTURES: dict[str, dict[str, Any]] = {
-    "qwen3_vl": {
-        "text_config": {
-            "head_dim": 32,
-            "rope_parameters": {
-                **{"rope_type": "default", "rope_theta": 1e4},
-                **{"mrope_section": [6, 5, 5], "mrope_interleaved": True},
-            },
-        },
-        "vision_config": {
-            **{"depth": 2, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "patch_size": 14},
-            **{"out_hidden_size": 128, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16},
-        },
+    "qwen3_vl": {"text_config": QWEN_TEXT, "vision_config": QWEN_SIGHT},
+    "qwen3_vl_moe": {"text_config": QWEN_TEXT | FEW | {"norm_topk_prob": True}, "vision_config": QWEN_SIGHT},
+    "glm4v_moe": {
+        "text_config": EXPERTS["glm4_moe"] | {"rope_parameters": GLM_ROPE, "use_qk_norm": False},
+        "vision_config": SIGHT | {"image_size": 56},
     },
     "mistral3": {
         "text_config": {"model_type": "mistral", "head_dim": 32, "sliding_window": None},
@@ -70,16 +93,59 @@ PICTURES: dict[str, dict[str, Any]] = {
             **{"num_attention_heads": 2, "head_dim": 32, "image_size": 56, "patch_size": 14},
         },
     },
+    "gemma3": {
+        "mm_tokens_per_image": 4,
+        "text_config": BOTH | {"head_dim": 32, "query_pre_attn_scalar": 32, "tie_word_embeddings": True},
+        "vision_config": {
+            **{"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2},
+            **{"image_size": 56, "patch_size": 14, "vision_use_head": False},
+        },
+    },
+    "kimi_k25": {
+        "projection_hidden_size": 64,
+        "text_config": EXPERTS_AND_LATENTS | {"model_type": "deepseek_v3"},
+        "vision_config": {
+            **{"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2},
+            **{"patch_size": 14, "pos_emb_height": 8, "pos_emb_width": 8},
+        },
+    },
 }
-"""Kinds of models that read images: with positions on three axes and images in several layers, and without."""
+"""Kinds of models that read images: with positions on three axes and images in several layers, without, with windows,
+and with latents."""
+
+QWEN_TOKENS = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
+QWEN_TOKENS |= {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
 
 IMAGE_TOKENS: dict[str, dict[str, str]] = {
-    "qwen3_vl": {
-        **{"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"},
-        **{"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"},
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), QWEN_TOKENS),
+    "glm4v_moe": {
+        **{"image_token_id": "<|image|>", "image_start_token_id": "<|begin_of_image|>"},
+        **{"image_end_token_id": "<|end_of_image|>", "video_token_id": "<|video|>"},
+        **{"video_start_token_id": "<|begin_of_video|>", "video_end_token_id": "<|end_of_video|>"},
     },
     "mistral3": {"image_token_index": "[IMG]"},
+    "gemma3": {
+        **{"image_token_index": "<image_soft_token>", "boi_token_index": "<start_of_image>"},
+        **{"eoi_token_index": "<end_of_image>"},
+    },
+    "kimi_k25": {
+        **{"image_token_id": "<|media_pad|>", "vision_start_token_id": "<|media_begin|>"},
+        **{"vision_end_token_id": "<|media_end|>"},
+    },
 }
+
+CHECKPOINTS: dict[str, dict[str, str]] = {
+    "gemma3": {"vision_tower.": "vision_tower.vision_model."},
+    "kimi_k25": {
+        **{"language_model.model.blocks.": "language_model.model.layers."},
+        **{"vision_tower.encoder.patch_embed.": "vision_tower.patch_embed.", "model.mm_projector.": "mm_projector."},
+    },
+}
+"""What transformers calls some weights where it saves them, and what checkpoints and vLLM do."""
+
+KIMI_IMAGES = {"in_patch_limit": 16384, "patch_size": 14, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+KIMI_IMAGES |= {"merge_kernel_size": 2, "fixed_output_tokens": None, "patch_limit_on_one_side": 512}
+KIMI_IMAGES |= {"in_patch_limit_each_frame": 4096, "in_patch_limit_video": None, "temporal_merge_kernel_size": 4}
 
 
 def _write_hybrid(folder: Path, like: str) -> None:
@@ -109,27 +175,53 @@ def _write_pictures(kind: str, folder: Path, like: str) -> None:
     import transformers
     from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(like)
     named = IMAGE_TOKENS[kind]
+    ends = {name.replace("_index", ""): token for name, token in named.items() if name.endswith("_token_index")}
+    tokenizer = AutoTokenizer.from_pretrained(like, extra_special_tokens=ends)
     tokenizer.add_special_tokens({"additional_special_tokens": [*named.values(), "[IMG_BREAK]", "[IMG_END]"]})
+    if kind == "gemma3":
+        tokenizer.add_tokens(["\n" * count for count in (1, 2, 3, 4)])  # its processor asks for them by name
     parts = PICTURES[kind]
     sizes = _sizes(like) | {"vocab_size": len(tokenizer), "num_hidden_layers": 3, "tie_word_embeddings": False}
     tokens = {name: tokenizer.convert_tokens_to_ids(token) for name, token in named.items()}
     text = sizes | parts["text_config"]
-    config = AutoConfig.for_model(kind, text_config=text, vision_config=parts["vision_config"], **tokens)
-    if kind == "mistral3":
+    config = AutoConfig.for_model(kind, **(parts | {"text_config": text}), **tokens)
+    _write(AutoModelForImageTextToText.from_config, config, folder, like, norms=True)
+    _write_as_checkpoints(kind, folder / "model.safetensors")
+    if kind == "kimi_k25":
+        processor = tokenizer  # vLLM has one of its own for images
+        config.architectures = ["KimiK25ForConditionalGeneration"]  # as checkpoints have it, and not transformers
+        config.save_pretrained(folder)
+        (folder / "preprocessor_config.json").write_text(json.dumps({"media_proc_cfg": KIMI_IMAGES}))
+    elif kind == "gemma3":
+        images = transformers.Gemma3ImageProcessor(size={"height": 56, "width": 56})
+        processor = transformers.Gemma3Processor(images, tokenizer, image_seq_length=4)
+    elif kind == "glm4v_moe":
+        images = transformers.Glm4vImageProcessor(patch_size=14, merge_size=2)
+        videos = transformers.Glm4vVideoProcessor(patch_size=14, merge_size=2)
+        processor = transformers.Glm4vProcessor(images, tokenizer, videos)
+    elif kind == "mistral3":
         images = transformers.PixtralImageProcessor(patch_size=14, size={"longest_edge": 56})
         processor = transformers.PixtralProcessor(images, tokenizer, patch_size=14, spatial_merge_size=2)
     else:
         images = transformers.Qwen2VLImageProcessor(patch_size=14, merge_size=2)
         videos = transformers.Qwen3VLVideoProcessor(patch_size=14, merge_size=2)
         processor = transformers.Qwen3VLProcessor(images, tokenizer, videos)
-    _write(AutoModelForImageTextToText.from_config, config, folder, like, norms=True)
     processor.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-BOTH = {"num_hidden_layers": 4, "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2}
+def _write_as_checkpoints(kind: str, file: Path) -> None:
+    """What transformers names and lays out in another way where it saves it than checkpoints do."""
+    from safetensors.torch import load_file, save_file
+
+    state = {}
+    for name, weight in load_file(file).items():
+        for old, new in CHECKPOINTS.get(kind, {}).items():
+            name = name.replace(old, new)
+        turned = kind == "qwen3_vl_moe" and ".experts." in name
+        state[name] = weight.transpose(1, 2).contiguous() if turned else weight
+    save_file(state, file, metadata={"format": "pt"})
 
 
 def _write_soft_cap(folder: Path, like: str) -> None:
@@ -179,15 +271,6 @@ def _write_recurrent(folder: Path, like: str) -> None:
     _write(Lfm2ForCausalLM, config, folder, like)
 
 
-LATENTS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
-LATENTS |= {"num_key_value_heads": 4, "num_hidden_layers": 3, "tie_word_embeddings": False}
-"""The latents of all DeepSeek models: vLLM's kernel for CPUs knows no other."""
-
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512}
-YARN |= {"beta_fast": 32, "beta_slow": 1}
-"""Without it vLLM's package for CPUs rotates wrongly by itself: its kernel takes the keys for one piece of memory."""
-
-
 def _write_latents(folder: Path, like: str) -> None:
     """Three dense layers with latent attention and YaRN, as in DeepSeek-V2-Lite."""
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
@@ -205,20 +288,7 @@ def _write_latents_and_experts(folder: Path, like: str) -> None:
     """Three layers with latent attention and compressed queries, two of them with experts, as in DeepSeek-V3."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-    config = DeepseekV3Config(
-        **(_sizes(like) | LATENTS),
-        first_k_dense_replace=1,
-        q_lora_rank=64,
-        topk_method="noaux_tc",  # what vLLM reads, and the files of DeepSeek-V3 say
-        scoring_func="sigmoid",
-        n_routed_experts=4,
-        n_group=2,
-        topk_group=1,
-        num_experts_per_tok=2,
-        n_shared_experts=1,
-        moe_intermediate_size=64,
-        rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
-    )
+    config = DeepseekV3Config(**(_sizes(like) | EXPERTS_AND_LATENTS))
     _write(DeepseekV3ForCausalLM, config, folder, like)
 
 

@@ -104,7 +104,7 @@ def engine(attention=None, **changes):
         model_config=SimpleNamespace(
             hf_text_config=SimpleNamespace(to_dict=lambda: config, num_kv_shared_layers=0),
             is_multimodal_model=False,
-            architecture="Gemma3ForConditionalGeneration",
+            architecture="Gemma4ForConditionalGeneration",
             enable_sleep_mode=False,
             enable_cumem_allocator=False,
         ),

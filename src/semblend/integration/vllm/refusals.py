@@ -28,11 +28,13 @@ LOADS_AHEAD = frozenset(
 With a load in the request's own step and asynchronous scheduling vLLM answers with wrong tokens in that case."""
 READ_TEXT_PLAINLY = frozenset(
     "Mistral3ForConditionalGeneration Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration "  # noqa: SIM905
-    "Qwen3VLForConditionalGeneration Glm4vForConditionalGeneration".split()
+    "Qwen3VLForConditionalGeneration Qwen3VLMoeForConditionalGeneration Glm4vForConditionalGeneration "
+    "Glm4vMoeForConditionalGeneration Gemma3ForConditionalGeneration KimiK25ForConditionalGeneration".split()
 )
 """Classes for images that were run with us, and of which we know what a pass over text needs: token embeddings and
-positions, and of Qwen3-VL that what images add to its layers is set aside meanwhile. Others may keep more in the model
-while a step runs."""
+positions, and of Qwen3-VL that what images add to its layers is set aside meanwhile. Which tokens of Gemma 3's images
+see each other is said in the step's description for attention, and ours says nothing of it. Others may keep more in the
+model while a step runs."""
 DRAFTS = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator", "draft_model", "eagle", "eagle3", "mtp")
 NEVER_RECURRENT = (
     "some layers keep a recurrent state (Mamba, linear attention) in place of KV: it sums up all tokens in front of it "
@@ -44,8 +46,12 @@ RECURRENT = (
     *("linear_num_key_heads", "hybrid_override_pattern"),
 )
 """Fields of a config that only models with recurrent layers have."""
-MIXES_WINDOWS = ("gemma2", "gpt_oss", "cohere2")
+MIXES_WINDOWS = ("gemma2", "gemma3_text", "gpt_oss", "cohere2")
 """Model types with full layers beside windowed ones, also where a config does not list them."""
+UNSAID: Mapping[str, Mapping[str, Any]] = {
+    "gemma3_text": {"head_dim": 256, "layer_types": ["sliding_attention"] * 5 + ["full_attention"]}
+}
+"""What checkpoints of some types leave to their config class; of layers one period."""
 WINDOWS_ONLY = "no layer has full attention: vLLM frees the KV behind the window, whatever its settings"
 IN_CHUNKS = "some layers attend within chunks, which begin at other tokens where a passage has moved"
 MOVABLE_TYPES = ("auto", "float32", "float16", "bfloat16", "half")
@@ -95,11 +101,12 @@ def refuse_config(config: Mapping[str, Any]) -> str | None:
     >>> refuse_config({"model_type": "jamba", "mamba_d_state": 16}) == NEVER_RECURRENT
     True
     """
-    text, architecture = config.get("text_config") or config, next(iter(config.get("architectures") or ()), "")
+    said, architecture = config.get("text_config") or config, next(iter(config.get("architectures") or ()), "")
+    text = UNSAID.get(str(said.get("model_type")), {}) | said
     kinds = " ".join(map(str, text.get("layer_types") or ()))
     if any(text.get(name) for name in RECURRENT) or any(kind in kinds for kind in ("linear", "mamba", "conv")):
         return NEVER_RECURRENT
-    if text is not config and architecture not in READ_TEXT_PLAINLY:
+    if said is not config and architecture not in READ_TEXT_PLAINLY:
         return _explain_images(architecture)
     if why := _refuse_layers(text):
         return why

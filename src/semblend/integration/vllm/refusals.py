@@ -102,7 +102,7 @@ def refuse_config(config: Mapping[str, Any]) -> str | None:
     True
     """
     said, architecture = config.get("text_config") or config, next(iter(config.get("architectures") or ()), "")
-    text = UNSAID.get(str(said.get("model_type")), {}) | said
+    text = {**UNSAID.get(str(said.get("model_type")), {}), **said}
     kinds = " ".join(map(str, text.get("layer_types") or ()))
     if any(text.get(name) for name in RECURRENT) or any(kind in kinds for kind in ("linear", "mamba", "conv")):
         return NEVER_RECURRENT

@@ -15,7 +15,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from semblend.materialize.calibrate import MARGINS, Moved, PromptMeasure, WayMeasure, _fit, replay, scale_table
+from semblend.materialize.calibrate import MARGINS, Moved, PromptMeasure, WayMeasure, _fit, replay
 from semblend.materialize.gate.thresholds import FALSE_SAFE_TIMES, DialTable, PassageOrder, RiskFeatures, Thresholds
 
 HERE = Path(__file__).parent / "results"
@@ -49,7 +49,7 @@ def judge_unseen(measures: dict[str, list[PromptMeasure]], margin: float) -> tup
     """False safes of all models, each judged by the others' fit, and a line for each model, number and order."""
     false_safes, lines = 0, []
     for model, mine in measures.items():
-        table = scale_table(_fit([one for other, some in measures.items() if other != model for one in some], 1.0), margin)
+        table = _fit([one for other, some in measures.items() if other != model for one in some], 1.0).scale(margin)
         for number in NUMBERS:
             for order in PassageOrder:
                 served = [replay(table, one, number) for one in mine if one.order is order]
@@ -71,7 +71,7 @@ def fit_default_dial(measures: dict[str, list[PromptMeasure]]) -> tuple[DialTabl
         if not false_safes:
             break
     print("\n".join(lines))
-    return scale_table(_fit([one for some in measures.values() for one in some], 1.0), margin), margin, false_safes
+    return _fit([one for some in measures.values() for one in some], 1.0).scale(margin), margin, false_safes
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from semblend.materialize.kv.layout import Layout
 NARROW_TYPES = MappingProxyType({"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn})
 """What vLLM calls the types that are served."""
 NARROW_LOSS = 2.0
-"""So many times as far from cold is an answer over such a cache as over 16 bits; measured, decisions/quality-gate.md."""
+"""So many times as far from cold is an answer over such a cache as over 16 bits (decisions/quality-gate.md)."""
 Scales = Callable[[int], tuple[float, float]]
 """By layer: what its keys and its values were divided by before they were rounded to 8 bits."""
 ROUNDING = 0.1

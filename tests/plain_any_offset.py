@@ -156,15 +156,16 @@ class PlainAnyOffset:
         moved = labels.count("moved")
         again = sum(min(SEAM, end - start) for start, end, _, _ in runs)
         if self.mode == "balanced" and runs:
-            if not self._stand_in_order(runs):
+            if not self._stand_in_order(runs, exact):
                 return None
             again = min(moved, max(again, math.ceil(0.12 * moved)))
             if labels.count("computed") + again > 0.7 * (len(labels) - exact):
                 return None
         return again if moved - again > self.pass_tokens else None
 
-    def _stand_in_order(self, runs: list[tuple[int, int, str, int]]) -> bool:
-        """Whether nine tenths are of one donor and in its order, with a tenth at most left out or new among them."""
+    def _stand_in_order(self, runs: list[tuple[int, int, str, int]], exact: int) -> bool:
+        """Whether nine tenths are of one donor and in its order, with a tenth at most left out or new among them; what
+        is exact counts as its beginning, from 48 tokens on."""
         held: Counter[str] = Counter()
         for start, end, donor, _ in runs:
             held[donor] += end - start
@@ -175,7 +176,8 @@ class PlainAnyOffset:
             turned += end - start if begin < furthest else 0
             furthest = max(furthest, begin + end - start)
         among = 0
-        for (start, end, begin), (next_start, _, next_begin) in itertools.pairwise(mine):
+        beginning = [(0, exact, 0)] if exact >= 48 else []
+        for (start, end, begin), (next_start, _, next_begin) in itertools.pairwise([*beginning, *mine]):
             among += max(0, next_begin - (begin + end - start), next_start - end)
         return max(total - held[main], turned, among) <= 0.1 * total
 

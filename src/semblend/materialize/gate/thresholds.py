@@ -62,6 +62,7 @@ class PlanShape:
     ``exact_tokens``, which the engine has anyway, count as the donor's first span where there are many: most often
     they are its beginning.
 
+    >>> from semblend.span import Span
     >>> PlanShape.of(ReusePlan((Span("d", 200, 0, 100), Span("d", 0, 100, 100)), 220)).kind
     'one donor reordered, 128+ tokens, 2+ spans'
     """

@@ -116,14 +116,16 @@ def watch_masks(world: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool,
 
     The attention of vLLM's CPU package reads no such mask; that of GPUs takes it from this description.
     """
-    seen, mine = [], world.worker._model._get_builder()
-    build = type(mine).build
+    seen, mine = [], [builder for builder, _ in world.worker._model._get_builders()]
+    kind = type(mine[0])
+    build = kind.build
 
     def watched(self: Any, prefix: int, described: Any, **named: Any) -> Any:
-        seen.append((self is mine, any((getattr(described, "mm_req_doc_ranges", None) or {}).values())))
+        ranges = getattr(described, "mm_req_doc_ranges", None) or {}
+        seen.append((any(self is one for one in mine), any(ranges.values())))
         return build(self, prefix, described, **named)
 
-    monkeypatch.setattr(type(mine), "build", watched)
+    monkeypatch.setattr(kind, "build", watched)
     return seen
 
 

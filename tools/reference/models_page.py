@@ -79,7 +79,7 @@ RUN: Mapping[str, str] = {
         ("mixtral", "olmoe", "granitemoe", "glm4_moe", "minimax_m2", "hy_v3", "gemma2", "exaone4"), f"vLLM: {CPU}"
     ),
     "glm": f"vLLM, by the class of transformers: {CPU}",
-    "gemma3_text": f"vLLM: {CPU}, alone and with requests with images beside; "
+    "gemma3_text": f"vLLM: 270M, CPU; {CPU}, alone and with requests with images beside; "
     "of 12B not measured on the H200, whose memory did not suffice beside other programs",
     "gpt_oss": f"vLLM: {CPU}; of 20B declined at its start on the H200, why was not seen, not run since",
     "deepseek_v2": f"vLLM: {CPU}; of V2-Lite the canary refused reuse on the H200 (compiled); its tolerance for "

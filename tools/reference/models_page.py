@@ -81,7 +81,8 @@ RUN: Mapping[str, str] = {
     "glm": f"vLLM, by the class of transformers: {CPU}",
     "gemma3_text": f"vLLM: 270M, CPU; {CPU}, alone and with requests with images beside; "
     "of 12B not measured on the H200, whose memory did not suffice beside other programs",
-    "gpt_oss": f"vLLM: {CPU}; of 20B declined at its start on the H200, why was not seen, not run since",
+    "gpt_oss": f"vLLM: {CPU}; of 20B declined at its start on the H200, likely for a list "
+    "of layers that is read since, not run there again",
     "deepseek_v2": f"vLLM: {CPU}; of V2-Lite the canary refused reuse on the H200 (compiled); its tolerance for "
     "latents was doubled since, not run there again",
     "deepseek_v3": f"vLLM: {CPU}",

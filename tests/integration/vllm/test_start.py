@@ -12,7 +12,11 @@ from semblend.errors import SemBlendError
 from semblend.integration.versions import VLLM, VersionEvidence
 from semblend.integration.vllm import refusals, source_check
 from semblend.integration.vllm.refusals import find_multi_connector, is_of_vllm, refusal
+from semblend.integration.vllm.settings import ConnectorSettings
+from semblend.integration.vllm.startup_checks import choose_gate
 from semblend.integration.vllm.worker.model_access import check_caches, list_kinds, read_layer_spec
+from semblend.integration.vllm.worker.quantised import NARROW_LOSS
+from semblend.materialize.gate.thresholds import PassageOrder, RiskFeatures
 
 
 def made_by(module, name="MultiConnector", ask=find_multi_connector, **settings):
@@ -139,6 +143,20 @@ def test_a_plain_engine_is_served(ranks):
 @pytest.mark.parametrize("kind", ["fp8", "fp8_e4m3"])
 def test_an_engine_with_8_bit_floats_in_its_cache_is_served(kind):
     assert why_not(*engine(cache_config__cache_dtype=kind)) is None
+
+
+def test_over_8_bit_floats_the_gate_expects_twice_as_much_of_every_prompt():
+    model = {"model_config__model": "qwen2.5-coder-1.5b"}
+    wide, narrow = (
+        choose_gate(ConnectorSettings(), engine(cache_config__cache_dtype=kind, **model)[0]).thresholds
+        for kind in ("auto", "fp8")
+    )
+    order, seen = PassageOrder.IN_ORDER, RiskFeatures(0.01, 0.01, 0.05, 1.0)
+    assert narrow.after(20) == wide.after(20) / NARROW_LOSS
+    for one, other in ((narrow.dial, wide.dial), (narrow.edit_dial, wide.edit_dial)):
+        assert one.begin(order, 1e-9).expected == pytest.approx(NARROW_LOSS * other.begin(order, 1e-9).expected)
+        by_repair = NARROW_LOSS * other.expect_by_repair(order, 10, seen)
+        assert one.expect_by_repair(order, 10, seen) == pytest.approx(by_repair)
 
 
 DEEPSEEK = {"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64, "max_position_embeddings": 4096}

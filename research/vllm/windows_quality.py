@@ -150,7 +150,7 @@ def show(path: Path) -> None:
     print("|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
     for (name, arm), found in groups.items():
         kls = sorted(row["kl"] for row in found)
-        computed = [1 - (row.get("reused_tokens", 0)) / row["tokens"] for row in found]
+        computed = [1 - row.get("reused_tokens", 0) / row["tokens"] for row in found]
         mean = {key: sum(row[key] for row in found) / len(found) for key in ("kl", "top1", "f1")}
         reused = sum(bool(row.get("reused_tokens")) for row in found)
         print(f"| {name} | {arm} | {len(found)} | {reused} | {sum(computed) / len(found):.2f} | {mean['kl']:.4f} | "

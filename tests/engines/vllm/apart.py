@@ -1,7 +1,7 @@
 """Engines that need a process of their own, because vLLM has one connector and one model a process.
 
-``python apart.py SCENARIO SETTINGS ANSWER``: settings and answer are JSON files. The tests call it through the fixture
-``apart``.
+``python apart.py SCENARIO SETTINGS ANSWER``: settings and answer are JSON files. The tests `begin` it, mostly through
+the fixture ``apart``.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import random
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from forks import fork
 from late_outputs import schedule_ahead
 
 WORDS = ["amber", "basin", "cedar", "delta", "ember", "flint", "grove", "harbor", "island", "jungle"]
@@ -370,9 +372,20 @@ def as_without_us(settings: dict[str, Any]) -> dict[str, Any]:
     return told
 
 
-if __name__ == "__main__":
-    scenario, given, answer = sys.argv[1:]
-    scenarios = {
+def ranks(settings: dict[str, Any]) -> list[dict[str, Any]]:
+    import tensor_parallel
+
+    return tensor_parallel.ask_all(settings["ranks"], Path(settings["folder"]))
+
+
+def failing_rank(settings: dict[str, Any]) -> None:
+    import failing_rank as script
+
+    script.fail(settings["rank"], Path(settings["folder"]))
+
+
+def tell(scenario: str, given: str, answer: str) -> None:
+    scenarios: dict[str, Callable[[dict[str, Any]], Any]] = {
         "beside": beside,
         "beside_offloading": beside_offloading,
         "lora": lora,
@@ -381,9 +394,22 @@ if __name__ == "__main__":
         "unknown_version": unknown_version,
         "publish": publish,
         "reuse": reuse,
+        "ranks": ranks,
+        "failing_rank": failing_rank,
     }
     told = scenarios[scenario](json.loads(Path(given).read_text()))
     Path(answer).write_text(json.dumps(told))
-    if "lmcache" in sys.modules:  # its threads never end
-        sys.stdout.flush()
-        os._exit(0)
+
+
+def begin(scenario: str, given: Path, answer: Path, log: Path, library: str = "") -> BaseProcess:
+    """``library``: a folder whose packages are found first."""
+    files = str(given), str(answer)
+    found = os.pathsep.join(filter(None, (library, os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, __file__, scenario, *files]
+    return fork(lambda: tell(scenario, *files), command, log, os.environ | {"PYTHONPATH": found})
+
+
+if __name__ == "__main__":
+    tell(*sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(0)  # LMCache's threads never end

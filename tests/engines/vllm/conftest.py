@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[3] / "bench")]
+from apart import begin  # noqa: E402
 from late_outputs import schedule_ahead  # noqa: E402
 from small_folders import write  # noqa: E402
 from small_model import write_small_model  # noqa: E402
@@ -179,25 +178,18 @@ def any_world(request: pytest.FixtureRequest) -> World:
 
 
 @pytest.fixture(scope="session")
-def apart(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
-    """Runs a scenario of ``apart.py`` in a process of its own and returns what it tells."""
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """Runs a scenario of ``apart.py`` in a process of its own and returns what it tells, or else what it printed."""
 
-    def run(scenario: str, **settings: Any) -> dict[str, Any]:
+    def run(scenario: str, **settings: Any) -> Any:
         folder = tmp_path_factory.mktemp(scenario)
-        (folder / "settings.json").write_text(json.dumps({"model": MODEL, **settings}))
-        command = [sys.executable, str(Path(__file__).with_name("apart.py")), scenario]
-        files = [str(folder / "settings.json"), str(folder / "answer.json")]
-        found = os.pathsep.join(filter(None, (settings.get("lmcache"), os.environ.get("PYTHONPATH"))))
-        done = subprocess.run(
-            command + files,
-            env=os.environ | {"PYTHONPATH": found},
-            capture_output=True,
-            text=True,
-            timeout=1500,
-            check=False,
-        )
-        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-        told: dict[str, Any] = json.loads((folder / "answer.json").read_text())
-        return told | {"log": done.stdout + done.stderr}
+        given, answer, log = (folder / name for name in ("settings.json", "answer.json", "log"))
+        given.write_text(json.dumps({"model": MODEL, **settings}))
+        process = begin(scenario, given, answer, log, settings.get("lmcache", ""))
+        process.join(1500)
+        said = log.read_text(errors="replace")
+        assert process.exitcode == 0, said[-4000:]
+        told = json.loads(answer.read_text())
+        return told | {"log": said} if isinstance(told, dict) else told or said
 
     return run

@@ -1,13 +1,12 @@
-"""One of two ranks of a real vLLM fails in a pass of ours: ``python failing_rank.py RANK MODEL``.
+"""One of two ranks of a real vLLM fails in a pass of ours: a scenario of `apart`, for `test_tensor_parallel`.
 
-Run by `test_tensor_parallel.py`, in a process of its own. It prints how long the engine took to stop, and why it did.
+It prints how long the engine took to stop, and why it did.
 `FailingConnector` is what vLLM loads in its workers; the connector's settings name the rank that is to fail.
 """
 
 from __future__ import annotations
 
 import random
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -34,18 +33,18 @@ def __getattr__(name: str) -> Any:
             if model.rank == self._failing_rank:
                 real = model.forward
 
-                def fail(rows: Any, observer: Any = None) -> Any:
+                def fail_in_pass(rows: Any, observer: Any = None) -> Any:
                     if len(rows) >= FAILS_AT_ROWS:
                         print(f"failed at {time.time()}", flush=True)
                         raise MemoryError("no memory left, on this rank only")
                     return real(rows, observer)
 
-                model.forward = fail
+                model.forward = fail_in_pass
 
     return FailingConnector
 
 
-def main(rank: int, folder: Path) -> None:
+def fail(rank: int, folder: Path) -> None:
     from small_model import write_small_model
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
@@ -78,7 +77,3 @@ def main(rank: int, folder: Path) -> None:
         print("answered", flush=True)
     except Exception as error:
         print(f"stopped at {time.time()}: {type(error).__name__}: {error}".replace("\n", " "), flush=True)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -1,20 +1,15 @@
-"""Asks one vLLM with so many ranks the same prompts: ``python tensor_parallel.py RANKS MODEL OUT.json``.
-
-Run by `test_tensor_parallel.py`, in a process of its own: an engine with several ranks brings its own worker processes.
-"""
+"""Asks one vLLM with so many ranks the same prompts: a scenario of `apart`, for `test_tensor_parallel`."""
 
 from __future__ import annotations
 
-import json
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
 from small_model import write_small_model
 
 
-def main(ranks: int, folder: Path, out: Path) -> None:
+def ask_all(ranks: int, folder: Path) -> list[dict[str, Any]]:
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 
@@ -63,8 +58,4 @@ def main(ranks: int, folder: Path, out: Path) -> None:
         rows.append(ask("donor", drawn(40) + document + question, quality="exact"))
         rows.append(ask("fast", target, quality="fast"))
         rows.append(ask("balanced", target, quality="balanced"))
-    out.write_text(json.dumps(rows), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]))
+    return rows

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
+from apart import begin
 
 MODEL = os.environ.get("SEMBLEND_TEST_VLLM_MODEL", "")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -22,16 +19,14 @@ def test_a_neighbour_reuses_the_donors_of_an_engine_that_was_killed(apart, tmp_p
     directory.mkdir(mode=0o700)
     settings = {"model": MODEL, "directory": str(directory), "published": str(published), "bits": bits}
     (tmp_path / "settings.json").write_text(json.dumps(settings))
-    command = [sys.executable, str(Path(__file__).with_name("apart.py")), "publish"]
-    with open(tmp_path / "log", "w") as log:
-        first = subprocess.Popen([*command, str(tmp_path / "settings.json"), "-"], stdout=log, stderr=log)
+    first = begin("publish", tmp_path / "settings.json", tmp_path / "never", tmp_path / "log")
     deadline = time.monotonic() + 900
     while not published.exists():
-        assert first.poll() is None, (tmp_path / "log").read_text()[-4000:]
+        assert first.is_alive(), (tmp_path / "log").read_text()[-4000:]
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    first.send_signal(signal.SIGKILL)
-    first.wait()
+    first.kill()
+    first.join()
     told = apart("reuse", directory=str(directory), bits=bits)
     receipt = told["shared"]["receipt"]
     assert receipt["outcome"] == "backend_materialized_reuse", receipt

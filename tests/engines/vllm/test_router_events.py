@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import socket
-import subprocess
 import sys
 import time
 import urllib.error
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 from following_router import check_it_forgets_what_is_evicted, check_it_learns_from_a_replay
+from forks import ForkedServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -44,7 +44,7 @@ class VllmServer:
         command += ["--kv-events-config", json.dumps(config)]
         self.log = log
         environment = dict(os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_SERVER_DEV_MODE="1")
-        self.process = subprocess.Popen(command, env=environment, stdout=log.open("w"), stderr=subprocess.STDOUT)
+        self.process = ForkedServer(command, env=environment, stdout=log.open("w"))
 
     @property
     def url(self) -> str:

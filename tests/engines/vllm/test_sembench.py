@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import ForkedServer
 from test_server import Server
 
 from sembench.cli import main
@@ -28,7 +29,7 @@ MODEL = "m"
 
 @contextmanager
 def serving(log: Path, *, connector: bool) -> Iterator[Server]:
-    server = Server(log, os.environ["SEMBLEND_TEST_VLLM_MODEL"], connector=connector)
+    server = Server(log, os.environ["SEMBLEND_TEST_VLLM_MODEL"], connector=connector, start=ForkedServer)
     try:
         server.wait()
         yield server

@@ -26,7 +26,7 @@ LINE = {
 
 
 class Server:
-    def __init__(self, log, model, connector=True):
+    def __init__(self, log, model, connector=True, start=subprocess.Popen):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -38,7 +38,7 @@ class Server:
         self.log, self.events = log, log.with_name("events.jsonl")
         environment = dict(os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="1", SEMBLEND_QUALITY="fast")
         environment["SEMBLEND_EVENTS"] = str(self.events)
-        self.process = subprocess.Popen(
+        self.process = start(
             command, env=environment, stdout=log.open("w"), stderr=subprocess.STDOUT, start_new_session=True
         )
 

@@ -14,7 +14,7 @@ from vllm_lives import live_all
 from vllm_world import MODEL, World, make_world, serve, worst
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-METHODS = ("ngram", "draft_model", "eagle3", "mtp")
+METHODS = ("ngram", "draft_model", "mtp")
 AHEAD = "eagle3, scheduled ahead"
 LONG = 24
 
@@ -241,7 +241,7 @@ def test_noise_that_nobody_notices_does_change_tokens(world):
     assert tokens_of(answer) != tokens_of(cold)
 
 
-@pytest.mark.parametrize("thrifty", ["draft_model", "eagle3", "mtp"], indirect=True)
+@pytest.mark.parametrize("thrifty", ["draft_model", AHEAD, "mtp"], indirect=True)
 def test_a_draft_that_reads_noise_changes_no_token(world, plain):
     """Blocks of a load hold whatever KV of a draft was there before; the most that it can cost is guesses."""
     donor, target = make_prompts(turn_to(plain), 360)
@@ -267,7 +267,7 @@ def test_a_draft_that_reads_noise_changes_no_token(world, plain):
     assert tokens_of(answer) == tokens_of(right)
 
 
-@pytest.mark.parametrize("thrifty", ["draft_model", "eagle3", AHEAD], indirect=True)
+@pytest.mark.parametrize("thrifty", ["draft_model", AHEAD], indirect=True)
 def test_a_preempted_answer_goes_on_exactly(world):
     from vllm import SamplingParams
 
@@ -296,6 +296,7 @@ def test_a_preempted_answer_goes_on_exactly(world):
 
 
 @pytest.mark.parametrize("thrifty", ["draft_model"], indirect=True)
-def test_whatever_happens_to_requests_the_contract_holds(world, monkeypatch):
+def test_whatever_happens_to_requests_the_contract_holds(world, monkeypatch, is_long):
     monkeypatch.setattr("semblend.plan.times.ROW_PRICE", 0.0)
-    assert live_all(world, 12) > 100
+    lives = 12 if is_long else 4
+    assert live_all(world, lives) > 8 * lives

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from forks import ForkedServer
 from server_rounds import Pair, check_controls, run_round, write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -13,7 +16,9 @@ SHARED = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 @pytest.fixture
-def pair(tmp_path):
+def pair(tmp_path, monkeypatch):
+    started = SimpleNamespace(Popen=ForkedServer, STDOUT=subprocess.STDOUT, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr("lib.server_process.subprocess", started)
     write_model(tmp_path / "model")
     with tempfile.TemporaryDirectory(prefix="donors-", dir=SHARED) as directory:
         servers = Pair(str(tmp_path / "model"), tmp_path, Path(directory))

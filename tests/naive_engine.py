@@ -93,11 +93,11 @@ class NaiveEngine:
 
     def _attend(self, layer: int, q: Tensor, rows: Rows) -> Tensor:
         """Each row over every position of its prompt up to its own."""
-        found = torch.empty_like(q)
-        for row, position in enumerate(rows.host_positions.tolist()):
-            keys, values = self.layout.gather(layer, rows.context[: position + 1])
-            scores = torch.einsum("hd,thd->ht", q[row], keys) * q.shape[-1] ** -0.5
-            found[row] = torch.einsum("ht,thd->hd", scores.softmax(-1), values)
+        found, positions = torch.empty_like(q), rows.host_positions.tolist()
+        keys, values = self.layout.gather(layer, rows.context[: max(positions, default=-1) + 1])
+        for row, position in enumerate(positions):
+            scores = torch.einsum("hd,thd->ht", q[row], keys[: position + 1]) * q.shape[-1] ** -0.5
+            found[row] = torch.einsum("ht,thd->hd", scores.softmax(-1), values[: position + 1])
         return found
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import copy
-import random
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from semblend.arrange import EditOutcome, HistoryEditor
-from semblend.arrange.history import Removed
+from semblend.arrange.history import PLACEHOLDER, Removed
 from semblend.errors import InputError
 
 WORDS = "the flight to Seattle leaves at nine and costs ninety dollars without a bag "
@@ -258,12 +257,24 @@ def test_limits_that_make_no_sense_are_refused(wrong):
         HistoryEditor(budget_tokens=50, **wrong)
 
 
-@settings(deadline=None)
-@given(st.integers(0, 100))
-def test_a_history_that_can_never_be_shortened_costs_little_time(seed):
-    chance = random.Random(seed)
-    history = [say("user", "x" * chance.randrange(40)) for _ in range(2000)]
-    looked = []
-    editor = HistoryEditor(budget_tokens=1000, count=lambda one: looked.append(1) or 10)
+@pytest.mark.parametrize("drop_turns", [False, True])
+def test_a_history_that_can_never_be_shortened_costs_little_time(drop_turns, monkeypatch):
+    history = [say("system", "x" * (at % 40)) for at in range(2000)]
+    looked, tried = [], []
+    find = HistoryEditor._find_removals
+    monkeypatch.setattr(HistoryEditor, "_find_removals", lambda *given: tried.append(1) or find(*given))
+    editor = HistoryEditor(budget_tokens=1000, drop_turns=drop_turns, count=lambda one: looked.append(1) or 10)
     assert editor.edit(history).outcome is EditOutcome.TOO_LITTLE
     assert len(looked) == 2000
+    # Each try reads the history from its beginning: none where nothing can go, few where it has to be looked for.
+    assert len(tried) == 0 if not drop_turns else 0 < len(tried) <= 2000 * 10 // 62
+
+
+def test_what_may_never_go_is_looked_for_only_once_it_would_pay(monkeypatch):
+    tried, find = [], HistoryEditor._find_removals
+    monkeypatch.setattr(HistoryEditor, "_find_removals", lambda *given: tried.append(len(given[1])) or find(*given))
+    editor = HistoryEditor(budget_tokens=1000, count=lambda one: 4 if one.get("content") == PLACEHOLDER else 10)
+    history = [say("user") for _ in range(150)] + [call("c"), result("c")] * 100
+    editor.edit(history)
+    assert tried
+    assert tried[0] >= 150 + 2 * 250 // 6

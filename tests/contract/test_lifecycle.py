@@ -12,8 +12,8 @@ from semblend.session.local import KeptDonors, LocalSessions
 from semblend.session.session import LoadResult, ReuseSession
 from semblend.session.sessions import Sessions
 
-SEQUENCES, LONG = 2_000, 100_000
-PARTS = 8
+SEQUENCES, LONG = 500, 100_000  # each error of MUTATIONS shows within the first fifty
+PARTS = 2
 
 
 @pytest.fixture(autouse=True)

@@ -201,18 +201,21 @@ class HistoryEditor:
         """
         if sent is None:
             sent = max((at for at, one in enumerate(facts) if one.role == "assistant"), default=0)
-        total, marks, before = 0, list[Mark](), list[Mark]()
+        total, spare, marks, before = 0, 0, list[Mark](), list[Mark]()
         for end, one in enumerate(facts, 1):
             steps = self._count_steps(total)
             marks.append(Mark.KEPT)
             total += one.tokens
-            # A history that cannot be shortened enough is tried again when it has grown, not at every message.
-            if self._count_steps(total) > max(steps, -1):
+            spare += self._count_spare(one, Mark.KEPT)
+            # A history that cannot be shortened enough is tried again when it has grown, not at every message; and not
+            # at all while everything that may ever go, if none of it had to stay, would not pay for an edit.
+            if self._count_steps(total) > max(steps, -1) and spare >= self.at_least_tokens:
                 found = self._find_removals(facts[:end], marks, total)
                 freed = sum(facts[at].count(marks[at]) - facts[at].count(mark) for at, mark in found.items())
                 if freed >= self.at_least_tokens:
                     total -= freed
                     marks = [found.get(at, mark) for at, mark in enumerate(marks)]
+                    spare = sum(map(self._count_spare, facts, marks))
             if end == sent:
                 before = marks.copy()
         before += [Mark.KEPT] * (len(marks) - len(before))
@@ -223,6 +226,10 @@ class HistoryEditor:
     def _count_steps(self, total: int) -> int:
         """How often a history has grown by a quarter of what an edit must free, beyond its budget; below 0 within."""
         return (total - self.budget_tokens - 1) // max(1, self.at_least_tokens // 4)
+
+    def _count_spare(self, one: MessageFacts, mark: Mark) -> int:
+        """At most so many tokens can still go of a message."""
+        return max(0, one.count(mark) - (0 if self.drop_turns else one.lean_tokens))
 
     def _find_removals(self, facts: Sequence[MessageFacts], marks: Sequence[Mark], total: int) -> dict[int, Mark]:
         """The messages that an edit would change, as few as bring the history to its target."""

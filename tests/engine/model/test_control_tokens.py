@@ -312,11 +312,11 @@ DATA = Path(os.environ.get("SEMBLEND_TEST_DATA", "missing"))
 
 @pytest.mark.data
 @pytest.mark.skipif(not DATA.is_dir(), reason="SEMBLEND_TEST_DATA names no folder")
-def test_real_conversations_are_encoded_as_ever(smollm: ModelTokenizer) -> None:
+def test_real_conversations_are_encoded_as_ever(smollm: ModelTokenizer, is_long: bool) -> None:
     known = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
     different = total = 0
     with gzip.open(DATA / "chat" / "sharegpt_multiturn.jsonl.gz", "rt", encoding="utf-8") as lines:
-        for line in islice(lines, 300):
+        for line in islice(lines, 300 if is_long else 100):
             turns = json.loads(line)["conversations"]
             messages = [{"role": known.get(turn["role"], "user"), "content": turn["content"]} for turn in turns]
             text = smollm.chat_text(messages)
@@ -325,7 +325,7 @@ def test_real_conversations_are_encoded_as_ever(smollm: ModelTokenizer) -> None:
             contents = [turn["content"] for turn in turns]
             held = any(smollm.encode(one) != smollm.encode(one, control=False) for one in contents)
             different += smollm.encode_chat(messages) != before and not held
-    assert total > 100
+    assert total >= 100
     assert different == 0, f"{different} of {total} conversations"
 
 

@@ -25,10 +25,9 @@ def make_rows(engine, count, seed):
     """Rows of a prompt that is in the cache, but for one in seven, whose slots hold another row's KV."""
     generator = torch.Generator().manual_seed(seed)
     prompt, context = torch.randint(0, 900, (2500,), generator=generator), torch.randperm(2600, generator=generator)
-    at = torch.arange(2500)
-    engine.forward(Rows.of(prompt, at, context[:2500]))
     chosen = torch.randperm(2500, generator=generator)[:count].sort().values
     rows = Rows.of(prompt[chosen], chosen, context[:2500])
+    engine.forward(rows)  # a look is at layer 0, whose KV is of a row's own token: the other rows would change nothing
     rows.slots[::7] = rows.slots[::7].roll(1)
     return rows
 
@@ -50,7 +49,8 @@ def test_a_recorded_look_finds_what_a_look_finds_whatever_was_looked_at_before()
 def test_more_rows_than_were_recorded_are_left_to_the_model():
     engine = NaiveEngine.make(slots=2600, vocabulary=1000)
     looks = RecordedLooks(lambda rows: torch.zeros(len(rows)), engine.device, repeat)
-    assert looks.run(make_rows(engine, LOOK_SIZES[-1] + 1, 0)) is None
+    many = torch.arange(LOOK_SIZES[-1] + 1)
+    assert looks.run(Rows.of(many, many, many)) is None
 
 
 def test_a_recording_that_finds_something_else_is_not_used():

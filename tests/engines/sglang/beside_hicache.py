@@ -1,4 +1,4 @@
-"""Moved documents in an engine with HiCache: `test_hicache` runs these in a process of their own.
+"""Moved documents in an engine with HiCache: `test_beside_hicache` runs these in a process of their own.
 
 What HiCache loads from host memory is exact and belongs to the tree; what we move belongs to the request. Each load
 must be told apart from the other, in whatever order they come.

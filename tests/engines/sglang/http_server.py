@@ -1,4 +1,8 @@
-"""SGLang's HTTP server in processes of its own, for tests: started, asked, stopped."""
+"""SGLang's HTTP server in processes of its own, for tests: started, asked, stopped.
+
+By our launcher or by SGLang's own, both of which are forked from a process that has imported SGLang (see
+`warm_servers`), unless ``is_warm`` is false; or by another program.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_servers import WarmProcess
 
 MODEL = os.environ.get("SEMBLEND_TEST_SGLANG_MODEL", "")
 FLAGS = [
@@ -34,16 +39,28 @@ class Server:
     """A server and its log; ``command`` starts it, without the flags that every server of the tests has."""
 
     def __init__(
-        self, log: Path, *more: str, command: Sequence[str] = LAUNCHER, flags: Sequence[str] = FLAGS, **variables: str
+        self,
+        log: Path,
+        *more: str,
+        command: Sequence[str] = LAUNCHER,
+        flags: Sequence[str] = FLAGS,
+        is_warm: bool = True,
+        **variables: str,
     ) -> None:
         self.log = log
+        is_warm = is_warm and command in (LAUNCHER, STOCK)
+        environment = os.environ | variables
+        self.process: WarmProcess | subprocess.Popen[bytes]
         for _ in range(3):  # somebody may take the port while SGLang loads its model
             self.port = find_port()
-            given = [*command, "--model-path", MODEL, *flags, "--port", str(self.port), *more]
-            with log.open("w") as out:
-                self.process = subprocess.Popen(
-                    given, stdout=out, stderr=subprocess.STDOUT, env=os.environ | variables, start_new_session=True
-                )
+            given = ["--model-path", MODEL, *flags, "--port", str(self.port), *more]
+            if is_warm:
+                self.process = WarmProcess(given, log, environment, is_ours=command is LAUNCHER)
+            else:
+                with log.open("w") as out:
+                    self.process = subprocess.Popen(
+                        [*command, *given], stdout=out, stderr=out, env=environment, start_new_session=True
+                    )
             if self._wait():
                 return
             self.stop()
@@ -59,7 +76,7 @@ class Server:
                 urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=30)
                 return True
             except OSError:
-                time.sleep(1)
+                time.sleep(0.2)
         return False
 
     def generate(self, text: str, *, salt: str | None = None, **more: Any) -> dict[str, Any]:

@@ -1,15 +1,13 @@
-"""Real SGLang objects that are not served, each refused with a line that says why; and a real start that is refused."""
+"""Real SGLang objects that are not served, each refused with a line that says why."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from http_server import Server
 
 from semblend.integration.sglang import start
 
 SHAPE = {"size": 64, "page_size": 1, "device": "cpu", "enable_memory_saver": False}
-PROMPT = "The capital of France is"
 
 
 def make_mha(dtype: torch.dtype):
@@ -50,20 +48,3 @@ def test_a_pool_of_plain_keys_and_values_is_served(engine, dtype):
 )
 def test_pools_of_sglang_that_a_move_would_get_wrong_are_refused(engine, make, says):
     assert says in (start._refuse_pool(make()) or "")
-
-
-def test_an_engine_with_several_ranks_starts_says_why_it_reuses_nothing_and_answers(tmp_path):
-    """SmolLM2 has three heads of keys: three ranks, each with a scheduler process of its own."""
-    ranks = {"SGLANG_CPU_OMP_THREADS_BIND": "0|0|0"}  # SGLang wants to know where each rank runs on a CPU
-    server = Server(tmp_path / "server.log", "--tp", "3", "--semblend", "quality=fast", **ranks)
-    try:
-        first, again = (server.generate(PROMPT + " the city of lights, which is called") for _ in range(2))
-    finally:
-        server.stop()
-    log = server.log.read_text()
-    assert again["text"] == first["text"]
-    assert "semblend" not in first["meta_info"]
-    said = [line for line in log.splitlines() if "SemBlend reuses nothing in this engine" in line]
-    assert said
-    assert all("tp_size" in line for line in said)
-    assert "SemBlend could not be started" not in log

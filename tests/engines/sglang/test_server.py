@@ -16,7 +16,9 @@ QUESTION = "\nQuestion: what does item 5 cost?\nAnswer:"
 
 
 def test_the_launcher_serves_http_and_moves_a_document(tmp_path):
-    server = Server(tmp_path / "server.log", "--semblend", "quality=fast", "--page-size", str(PAGE))
+    # Started as a person starts it; other tests fork their servers.
+    flags = ("--semblend", "quality=fast", "--page-size", str(PAGE))
+    server = Server(tmp_path / "server.log", *flags, is_warm=False)
     try:
         cold = server.generate(HEADS[1] + DOCUMENT + QUESTION, custom_params={"semblend": {"opt_out": True}})
         server.flush()

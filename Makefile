@@ -21,7 +21,7 @@ SERVE_READY := $(VENV)/.serve-ready
 READY       := $(VENV)/.ready
 ALL_READY   := $(VENV)/.all-ready
 
-.PHONY: help setup serve explore test test-all lint types unit coverage docs bench bench-all clean
+.PHONY: help setup serve explore test test-all lint types kernels unit coverage docs bench bench-all clean
 
 help:
 	@echo "make serve     set up, pull $(MODEL) and serve it with its dashboard on http://127.0.0.1:$(PORT)"
@@ -81,8 +81,12 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
+# Without it each test process compiles for itself what it needs first.
+kernels: setup
+	@$(BIN)/python -m tools.compile_kernels
+
 # A unit test that hangs is ended, with the stacks of its threads.
-unit: setup
+unit: kernels
 	$(PYTEST) -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true -m "not slow"
 
 test-all: $(ALL_READY)

@@ -27,7 +27,7 @@ def requests(draw):
 
 
 @given(asks=requests(), capacity=st.sampled_from([1, 7, 40]), history=st.sampled_from([5, 30, 4000]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_the_compiled_class_equals_its_plain_twin(asks, capacity, history):
     plan = AdaptivePlan.build(capacity, history=history, share=0.02)
     plain, fast = PlainAdaptive(capacity, plan=plan, types=2), Adaptive(capacity, plan=plan, types=2)

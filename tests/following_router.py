@@ -40,6 +40,7 @@ async def following(url: str, events: str) -> AsyncIterator[tuple[Gateway, Follo
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
+            await app.close()
 
 
 async def send(app: Gateway, name: str) -> tuple[dict[str, str], int | None]:

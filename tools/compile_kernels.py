@@ -10,8 +10,9 @@ import sys
 import time
 
 from semantickv.simulator.capacity import Capacity
+from semantickv.simulator.forest import build_forest
 from semantickv.simulator.policies import POLICIES
-from semantickv.simulator.simulate import build_forest, simulate
+from semantickv.simulator.simulate import simulate
 from semantickv.traces.trace import Trace, TraceRequest
 from semblend import SemBlend, SemBlendConfig
 from semblend.eviction.adaptive import compile_adaptive

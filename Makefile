@@ -14,7 +14,7 @@ WORKERS ?= auto
 BIN     := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c $(VENV)/constraints.txt
 PYTEST  := OMP_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest \
-	-p xdist.plugin -p _hypothesis_pytestplugin -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+	-p xdist.plugin -p _hypothesis_pytestplugin -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder --durations=12
 
 # One environment that grows: what serving needs, then what make test needs, then what make test-all needs.
 SERVE_READY := $(VENV)/.serve-ready

@@ -1,7 +1,7 @@
 """Compile kernels and keep them: else every process of a test run that needs one first compiles it for itself.
 
-python -m tools.compile_kernels            all of them: two minutes
-python -m tools.compile_kernels lookups    those that an engine needs
+``python -m tools.compile_kernels`` compiles all of them, which takes two minutes; with ``lookups`` those that an engine
+needs.
 """
 
 from __future__ import annotations

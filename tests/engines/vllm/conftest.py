@@ -187,6 +187,9 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
         given.write_text(json.dumps({"model": MODEL, **settings}))
         process = begin(scenario, given, answer, log, settings.get("lmcache", ""))
         process.join(1500)
+        if process.is_alive():
+            process.kill()
+            process.join()
         said = log.read_text(errors="replace")
         assert process.exitcode == 0, said[-4000:]
         told = json.loads(answer.read_text())

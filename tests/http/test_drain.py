@@ -167,7 +167,7 @@ def test_a_client_that_does_not_read_cannot_hold_up_the_end(monkeypatch):
     fake.submit = flood  # type: ignore[method-assign]
     with run_server(fake, drain_s=0.1) as server, server.connect() as wire:
         wire.sendall(post_bytes(CHAT, chat(stream=True)))
-        wait_until(lambda: any(one.flow.write_paused for one in server.server.connections.list_all()))
+        wait_until(lambda: any(one.flow and one.flow.write_paused for one in server.server.connections.list_all()))
         server.server.stop()
         server.thread.join(300)
         assert not server.thread.is_alive()

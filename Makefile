@@ -21,7 +21,7 @@ SERVE_READY := $(VENV)/.serve-ready
 READY       := $(VENV)/.ready
 ALL_READY   := $(VENV)/.all-ready
 
-.PHONY: help setup serve explore test test-all lint types kernels unit coverage docs bench bench-all clean
+.PHONY: help setup serve explore test test-all lint types kernels unit once-more coverage docs bench bench-all clean
 
 help:
 	@echo "make serve     set up, pull $(MODEL) and serve it with its dashboard on http://127.0.0.1:$(PORT)"
@@ -88,6 +88,10 @@ kernels: setup
 # A unit test that hangs is ended, with the stacks of its threads.
 unit: kernels
 	$(PYTEST) -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true -m "not slow"
+
+# What failed last, again: on its own, one after the other.
+once-more:
+	$(PYTEST) -p schemathesis.pytest.plugin --last-failed --last-failed-no-failures none -n 0
 
 test-all: $(ALL_READY)
 	$(BIN)/semblend models pull $(MODEL)

@@ -4,7 +4,7 @@
 
 An import of vLLM takes 20 s of a core, more than most files of tests. A unit is a file of tests here, several joined
 by ``+``, or a command of ``.ci/engines/vllm-cpu``. What a unit prints is shown when it has ended, with the time it
-took. Name the longest first.
+took. Name the longest first. Up to two that failed beside another are tried once more, alone: a real fault fails again.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ def start(unit: str) -> tuple[int, Path]:
     return pid, Path(log)
 
 
-def main(units: list[str]) -> int:
-    preload()
+def run_all(units: list[str], at_once: int) -> list[str]:
+    """Those that failed."""
     waiting, running, failed = list(units), {}, []
     while waiting or running:
-        while waiting and len(running) < AT_ONCE:
+        while waiting and len(running) < at_once:
             unit = waiting.pop(0)
             pid, log = start(unit)
             running[pid] = unit, log, time.monotonic()
@@ -78,6 +78,15 @@ def main(units: list[str]) -> int:
         print(log.read_text(errors="replace"), end="", flush=True)
         log.unlink()
         failed += [unit] if code else []
+    return failed
+
+
+def main(units: list[str]) -> int:
+    preload()
+    failed = run_all(units, AT_ONCE)
+    if 1 <= len(failed) <= 2:
+        print("== failed, once more, alone:", *failed)
+        failed = run_all(failed, 1)
     if failed:
         print("failed:", *failed, file=sys.stderr)
     return bool(failed)

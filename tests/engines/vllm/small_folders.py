@@ -15,6 +15,7 @@ def write(kind: str, folder: Path, like: str) -> Path:
             "soft cap": _write_soft_cap,
             "sinks": _write_sinks,
             "no rope": _write_without_rope_in_full_layers,
+            "parts of heads": _write_unlike_layers,
             "windowed": _write_windowed,
             "recurrent": _write_recurrent,
             "four bits": _write_four_bits,
@@ -39,6 +40,13 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "olmoe": FEW,
     "granitemoe": LOCAL,
     "glm": {"head_dim": 32, "partial_rotary_factor": 0.5},
+    "phi3": {
+        "original_max_position_embeddings": 512,
+        "rope_parameters": {
+            **{"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 512},
+            **{"short_factor": [1.0] * 16, "long_factor": [1.0 + pair / 4 for pair in range(16)]},
+        },
+    },
     "hy_v3": FEW | {"head_dim": 32, "num_shared_experts": 1, **HY},
     "glm4_moe": {
         **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_shared_experts": 1},
@@ -249,6 +257,21 @@ def _write_without_rope_in_full_layers(folder: Path, like: str) -> None:
 
     config = Exaone4Config(**_sizes(like), **BOTH, head_dim=32, sliding_window_pattern=2)
     _write(Exaone4ForCausalLM, config, folder, like)
+
+
+def _write_unlike_layers(folder: Path, like: str) -> None:
+    """As Laguna: layers with a window have more heads for queries than the others, and rotate all of a key. No experts:
+    they are chosen by sigmoids, which vLLM's CPU package does not do."""
+    from transformers import LagunaConfig, LagunaForCausalLM
+
+    rope = {
+        "full_attention": YARN | {"rope_theta": 5e5, "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+    }
+    sizes = _sizes(like) | BOTH | {"mlp_layer_types": ["dense"] * 4, "tie_word_embeddings": False}
+    heads = {"head_dim": 32, "num_attention_heads_per_layer": [8, 4] * 2}
+    config = LagunaConfig(**sizes, **heads, rope_parameters=rope)
+    _write(LagunaForCausalLM, config, folder, like, norms=True)
 
 
 def _write_windowed(folder: Path, like: str) -> None:

@@ -26,7 +26,7 @@ from semblend.materialize.kv.splice import splice
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 APART = "sinks, layers told apart"
-KINDS = ["sinks", "hybrid", "soft cap", "no rope", APART]
+KINDS = ["sinks", "hybrid", "soft cap", "no rope", "parts of heads", APART]
 WINDOW = 64
 
 
@@ -42,7 +42,7 @@ def windowed_engine(request, small_model, tmp_path_factory):
         if request.param == APART:  # vLLM 0.26 on a GPU: it does not merge what layers with and without a window keep
             patched.setattr("vllm.v1.core.kv_cache_utils.is_kv_cache_spec_uniform", lambda specs: False)
         made = make_world(str(folder), {"disable_hybrid_kv_cache_manager": True}, **small_model[1])
-    assert len(made.worker._model._kinds) == 1 + (request.param == APART)
+    assert len(made.worker._model._kinds) == 1 + (request.param in (APART, "parts of heads"))
     made.folder = folder
     yield made
     made.core.shutdown()

@@ -104,11 +104,12 @@ def test_splice_equals_its_twin_in_every_layout_style_and_type(kind, style, dtyp
     assert_same_splice(moves, kind, layers, slots, heads, rope)
 
 
+@pytest.mark.parametrize("rotary", [12, 16, 4])
 @pytest.mark.parametrize("style", ["half", "interleaved"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_layers_that_rotate_differently_or_not_at_all_are_spliced_as_the_twin_does(style, dtype):
+def test_layers_that_rotate_differently_or_not_at_all_are_spliced_as_the_twin_does(style, dtype, rotary):
     layers, slots, heads, d = 4, 96, 2, 16
-    others = (tuple(1e6 ** (-i / 12) / 8 for i in range(0, 12, 2)), (0.0,) * 6)
+    others = (tuple(1e6 ** (-i / rotary) / 8 for i in range(0, rotary, 2)), (0.0,) * 6)
     rope = replace(rope_of(style, d, 12), others=others, layer_kinds=(1, 0, 2, 1))
     where = torch.randperm(slots, generator=torch.Generator().manual_seed(5))
     held = donor(layers, 50, heads, d, dtype, 1)

@@ -19,6 +19,7 @@ from semblend.materialize.donors.store import pack_rope, unpack_rope  # noqa: E4
 from semblend.materialize.kv.rope import (  # noqa: E402
     FAMILIES,
     LATENT_FAMILIES,
+    LONGEST,
     RopeSpec,
     read_for_text,
     refusal,
@@ -119,6 +120,10 @@ FIELDS |= {
     "mellum": FOUR | BOTH | EXPERTS,
     "olmo3": FOUR | BOTH,
     "smollm3": FOUR | {"no_rope_layers": [1, 0, 1, 1]},
+    "step3p5": FOUR
+    | BOTH
+    | {"n_routed_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "share_expert_dim": 16}
+    | {"rope_parameters": copy.deepcopy(BY_TYPE)},
 }
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 512}
@@ -146,13 +151,24 @@ def model_and_config(family: str, scaling: dict[str, Any] | None = None) -> tupl
         if family == "phi":
             fields["rope_parameters"]["partial_rotary_factor"] = 0.5
     config = transformers.AutoConfig.for_model(family, **fields)
-    torch.manual_seed(7)
-    kind = transformers.AutoModel if family.endswith("_text") else transformers.AutoModelForCausalLM
-    model = kind.from_config(config).eval().float()
+    model = draw_model(config)
     for name, parameter in model.named_parameters():
         if "norm" in name:  # a norm of ones would hide a norm that is applied after the rotation
             parameter.data.uniform_(0.3, 2.0)
     return model, dict(read_for_text(config.to_dict()))
+
+
+def draw_model(config: Any) -> Any:
+    """The model of transformers, with random weights."""
+    transformers = pytest.importorskip("transformers", reason="the models to compare with")
+    torch.manual_seed(7)
+    if config.model_type == "step3p5":  # a part of a model that reads images; alone it has no door
+        from transformers.models.step3p7.modeling_step3p7 import Step3p7TextModel
+
+        return Step3p7TextModel(config).eval().float()
+    text = config.model_type.endswith("_text")
+    kind = transformers.AutoModel if text else transformers.AutoModelForCausalLM
+    return kind.from_config(config).eval().float()
 
 
 def keys_at(model: Any, tokens: Any, start: int) -> list[Any]:
@@ -201,12 +217,55 @@ def test_where_layers_differ_only_who_asks_by_layer_may_move_them(family):
     assert unpack_rope(json.loads(json.dumps(pack_rope(rope)))) == rope
 
 
-def test_layers_that_rotate_different_parts_of_a_head_are_refused():
-    transformers = pytest.importorskip("transformers", reason="the config")
-    fields = {name: value for name, value in FIELDS["laguna"].items() if name != "rope_parameters"}
-    config = transformers.AutoConfig.for_model("laguna", **fields).to_dict()
-    assert refusal(config, by_layer=True) == "The layers rotate different numbers of dimensions."
-    assert refusal(config | {"layer_types": ["full_attention"] * 4}, by_layer=True) is None
+@pytest.mark.parametrize("family", ["laguna", "step3p5"])
+@pytest.mark.filterwarnings("ignore")
+def test_layers_that_rotate_different_parts_of_a_head_are_each_moved_by_theirs(family):
+    transformers = pytest.importorskip("transformers", reason="the model to compare with")
+    parts = copy.deepcopy(BY_TYPE)
+    parts["sliding_attention"]["partial_rotary_factor"] = 1.0
+    config = transformers.AutoConfig.for_model(family, **copy.deepcopy(FIELDS[family]) | {"rope_parameters": parts})
+    model = draw_model(config)
+    assert refusal(config.to_dict(), by_layer=True) is None
+    assert [len(kind) for kind in RopeSpec.from_hf_config(config.to_dict()).kinds] == [8, 4]
+    assert_relocates(model, config.to_dict(), donor=90, target=11)
+    assert_relocates(model, config.to_dict(), donor=3, target=640)
+
+
+def test_lists_with_an_entry_for_each_layer_mean_what_their_model_reads_in_them():
+    transformers = pytest.importorskip("transformers", reason="the config that reads them")
+    fields = FIELDS["step3p5"] | {"model_type": "step3p5"}
+    del fields["rope_parameters"]
+    lists = {
+        "rope_theta": [1e4, 5e6] * 2 + [1e4],  # the last is of a layer that drafts
+        "partial_rotary_factors": [1.0, 0.5] * 2 + [1.0],
+        "yarn_only_types": ["full_attention"],
+        "rope_scaling": {"rope_type": "llama3"} | LLAMA3,
+    }
+    read = transformers.AutoConfig.for_model(**copy.deepcopy(fields | lists)).to_dict()
+    assert "full_attention" in read["rope_parameters"]
+    assert RopeSpec.from_hf_config(fields | lists) == RopeSpec.from_hf_config(read)
+    assert refusal(fields | lists, by_layer=True) is None
+    still = RopeSpec.from_hf_config(fields | lists | {"use_rope_layers": [True, True, False, True]})
+    assert [any(still.of_layer(layer).inv_freq) for layer in range(4)] == [True, True, False, True]
+
+
+@pytest.mark.parametrize("longest", [4096, 131_072])
+def test_longrope_has_the_factors_of_an_engine_that_chose_once(longest):
+    transformers = pytest.importorskip("transformers", reason="the function to compare with")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    factors = {"short_factor": [1.0 + n / 8 for n in range(8)], "long_factor": [2.0 + n for n in range(8)]}
+    scaling = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 4096} | factors
+    config = transformers.Phi3Config(**TINY | {"max_position_embeddings": 131_072, "rope_parameters": scaling})
+    expected, magnitude = ROPE_INIT_FUNCTIONS["longrope"](config, "cpu", seq_len=longest)
+    said = config.to_dict()
+    assert "longrope" in (refusal(said) or ""), "elsewhere they change with the prompt"
+    assert refusal(said | {LONGEST: longest}) is None
+    rope = RopeSpec.from_hf_config(said | {LONGEST: longest})
+    torch.testing.assert_close(torch.tensor(rope.inv_freq).float(), expected, rtol=2e-6, atol=1e-12)
+    assert rope.attention_factor == pytest.approx(magnitude, rel=1e-9)
+    said["rope_parameters"]["long_factor"] = [1.0]
+    assert "long_factor" in (refusal(said | {LONGEST: 131_072}) or "")
 
 
 GLOBAL = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}

@@ -17,7 +17,7 @@ from semblend.integration.vllm.source_check import missing, missing_for_offloadi
 from semblend.integration.vllm.worker.latents import keeps_latents
 from semblend.integration.vllm.worker.model_access import read_rope_config
 from semblend.integration.vllm.worker.quantised import NARROW_TYPES
-from semblend.materialize.kv.rope import attends_by_window, read_for_text
+from semblend.materialize.kv.rope import LONGEST, attends_by_window, read_for_text
 from semblend.materialize.kv.rope import refusal as rope_refusal
 
 LOADS_AHEAD = frozenset(
@@ -114,7 +114,8 @@ def refuse_config(config: Mapping[str, Any]) -> str | None:
         return IN_CHUNKS
     if attends_by_window(text) and "full_attention" not in kinds and text.get("model_type") not in MIXES_WINDOWS:
         return WINDOWS_ONLY
-    return rope_refusal(read_for_text(text), by_layer=True, latents=bool(text.get("kv_lora_rank")))
+    read = {**read_for_text(text), LONGEST: text.get("max_position_embeddings")}  # vLLM's own limit, where none is set
+    return rope_refusal(read, by_layer=True, latents=bool(text.get("kv_lora_rank")))
 
 
 def find_multi_connector() -> Any:

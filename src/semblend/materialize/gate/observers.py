@@ -50,8 +50,10 @@ class AttentionMass(Observer):
     def mass(self) -> Tensor | None:
         """One number a position; None before the first layer."""
         kept, self._queries = self._queries, {}
-        if kept and self._rows is not None and self._layout is not None:
-            self._add(torch.stack([kept[layer] for layer in sorted(kept)]), sorted(kept), self._rows, self._layout)
+        if self._rows is not None and self._layout is not None:
+            for shape in dict.fromkeys(q.shape for q in kept.values()):  # layers may have more heads than others
+                alike = [layer for layer in sorted(kept) if kept[layer].shape == shape]
+                self._add(torch.stack([kept[layer] for layer in alike]), alike, self._rows, self._layout)
         return self._mass
 
     def on_layer(self, layer: int, q: Tensor, rows: Rows, layout: Layout) -> None:
@@ -288,7 +290,7 @@ class Canary(Observer):
     records: ClassVar[bool] = True
 
     def __init__(self, rope: RopeSpec) -> None:
-        self._rope = rope
+        self._rope = rope.of_layer(0)
         self.found = torch.empty(0)
 
     def before_write(self, layer: int, k: Tensor, v: Tensor, rows: Rows, layout: Layout) -> None:

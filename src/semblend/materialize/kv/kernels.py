@@ -73,7 +73,8 @@ def _splice_kernel(  # type: ignore[no-untyped-def]
     STEP: tl.constexpr,  # noqa: N803
 ):
     tile = tl.program_id(0)
-    layer = tl.program_id(1)
+    about_layer = layer_starts + 4 * tl.program_id(1)
+    layer = tl.load(about_layer + 3)  # its number in donors
     move = tl.load(tiles + 2 * tile)
     first = tl.load(tiles + 2 * tile + 1)
     about = moves + move * FIELDS
@@ -83,9 +84,9 @@ def _splice_kernel(  # type: ignore[no-untyped-def]
     slots_start = tl.load(about + 3)
     length = tl.load(about + 4)
     stays = tl.load(about + 5) == 0
-    k_target = tl.multiple_of(tl.load(layer_starts + 3 * layer), STEP)
-    v_target = tl.multiple_of(tl.load(layer_starts + 3 * layer + 1), STEP)
-    turn = (tl.load(layer_starts + 3 * layer + 2) + move) * HALF  # of this move by this layer's frequencies
+    k_target = tl.multiple_of(tl.load(about_layer), STEP)
+    v_target = tl.multiple_of(tl.load(about_layer + 1), STEP)
+    turn = (tl.load(about_layer + 2) + move) * HALF  # of this move by this layer's frequencies
 
     row = tl.arange(0, TILE_ROWS)
     token = first + row // HEADS
@@ -134,23 +135,29 @@ def _splice_kernel(  # type: ignore[no-untyped-def]
 
 
 def splice_moves(moves: Sequence[Move], layout: KvLayout, rope: RopeSpec) -> None:
-    """All moves of a request in one launch, of donors that are all at 8 bits or all in the pool's type.
+    """All moves of a request, of donors that are all at 8 bits or all in the pool's type: in one launch, or in one for
+    each number of dimensions that layers rotate.
 
     ``splice.splice`` is the door: it has checked and staged them.
     """
+    for layers, alike in rope.split(layout.layers):
+        _splice_layers(moves, layout, alike, layers)
+
+
+def _splice_layers(moves: Sequence[Move], layout: KvLayout, rope: RopeSpec, members: Sequence[int]) -> None:
     heads, device, half = layout.kv_heads, layout.device, rope.rotary_dim // 2
     tile_tokens = max(1, ROWS // heads)
     slots = [move.target_slots.to(device=device, dtype=torch.int64).contiguous() for move in moves]
     donor = moves[0].donor
     about, tiles = _tables(moves, slots, tile_tokens)
     turns = rope.relocation_table([move.shift for move in moves])
-    kinds = np.array(rope.layer_kinds or [0] * layout.layers, dtype=np.int64)
-    layers = np.column_stack((layout.layer_starts, kinds * len(moves)))
+    kinds = np.array(rope.layer_kinds or [0] * len(members), dtype=np.int64)
+    layers = np.column_stack((layout.layer_starts[members], kinds * len(moves), members))
     at_moves, at_tiles, at_layers, at_turns, there = _copy_tables((about, tiles, layers, turns), device)
     cos, sin = there[at_turns:].view(torch.float32).view(2, len(rope.kinds) * len(moves), half)
     strides = layout.k[0].stride()[:3]
     numbers = (*about[:, :3].ravel().tolist(), *layout.layer_starts.ravel().tolist(), *strides, layout.head_dim)
-    _splice_kernel[(len(tiles), layout.layers)](
+    _splice_kernel[(len(tiles), len(members))](
         donor.k,
         donor.k if donor.k_scale is None else donor.k_scale,
         donor.k if donor.v_scale is None else donor.v_scale,

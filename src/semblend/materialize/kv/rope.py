@@ -41,8 +41,9 @@ class RopeFamily:
     partial: float = 1.0
     theta: float = 10_000.0
     layers: Literal["alike", "by type", "windowed only", "listed"] = "alike"
-    """Which layers rotate, and how: all alike; each as ``rope_parameters`` says of its type; only those with a window
-    (where there are none, EXAONE 4 rotates all and others none); or those that ``no_rope_layers`` lists with a 1."""
+    """Which layers rotate, and how: all alike; each as ``rope_parameters`` says of its type, or lists of Step's for
+    each layer; only those with a window (where there are none, EXAONE 4 rotates all and others none); or those that
+    ``no_rope_layers`` lists with a 1."""
     local_theta: float | None = None
     """Of layers with a window, where the config names none."""
 
@@ -67,6 +68,7 @@ FAMILIES: dict[str, RopeFamily] = {
     "gemma3_text": RopeFamily(theta=1_000_000.0, layers="by type", local_theta=10_000.0),
     "mellum": RopeFamily(theta=500_000.0, layers="by type", local_theta=10_000.0),
     **dict.fromkeys(("olmo3", "laguna"), RopeFamily(theta=500_000.0, layers="by type")),
+    "step3p5": RopeFamily(layers="by type"),
     "hy_v3": RopeFamily(theta=11_158_840.0),
     "gpt_oss": RopeFamily(theta=150_000.0),
     "cohere2": RopeFamily("interleaved", layers="windowed only"),
@@ -88,6 +90,7 @@ _READ: dict[str, set[str]] = {
     "linear": {"factor"},
     "dynamic": {"factor", "original_max_position_embeddings"},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    "longrope": {"short_factor", "long_factor", "original_max_position_embeddings", "short_mscale", "long_mscale"},
     "yarn": {
         "factor",
         "original_max_position_embeddings",
@@ -100,6 +103,7 @@ _READ: dict[str, set[str]] = {
     },
 }
 _HARMLESS = {"finetuned", "llama_4_scaling_beta", "max_position_embeddings"}  # they touch queries or nothing at all
+LONGEST = "max_model_len"  # added by adapters of engines where it decides
 _AXES = {"mrope_section", "mrope_interleaved"}
 _PLAIN_KV = {"auto", "none", "float32", "float16", "bfloat16", "float", "half", "fp32", "fp16", "bf16"}
 
@@ -123,7 +127,7 @@ def rope_parameters(config: Config) -> dict[str, Any]:
     partial = config.get("partial_rotary_factor") or config.get("rotary_pct") or family.partial
     found = {"rope_theta": theta, "partial_rotary_factor": partial} | nested
     found["rope_type"] = str(nested.get("rope_type") or nested.get("type") or "default")
-    if found["rope_type"] in ("llama3", "yarn") and config.get("original_max_position_embeddings"):
+    if found["rope_type"] in ("llama3", "yarn", "longrope") and config.get("original_max_position_embeddings"):
         found["original_max_position_embeddings"] = config["original_max_position_embeddings"]
     return found
 
@@ -158,6 +162,8 @@ def list_layer_configs(config: Config) -> list[Config | None]:
         return [config if kind == "sliding_attention" else None for kind in kinds]
     if family.layers != "by type":
         return []
+    if isinstance(config.get("rope_theta"), list):
+        return [_read_listed_layer(config, number, kind) for number, kind in enumerate(kinds)]
     if not kinds:
         raise InputError("the config does not say of which type each layer is", hint="it needs layer_types")
     flat = {name: value for name, value in config.items() if name not in ("rope_parameters", "rope_scaling")}
@@ -169,6 +175,18 @@ def list_layer_configs(config: Config) -> list[Config | None]:
     if missing := set(kinds) - {kind for kind, value in said.items() if isinstance(value, Mapping)}:
         raise InputError(f"the config does not say how {min(missing)} layers rotate", hint="see rope_parameters")
     return [flat | {"rope_parameters": said[kind]} for kind in kinds]
+
+
+def _read_listed_layer(config: Config, number: int, kind: str) -> Config | None:
+    """As Step's own files say it: lists with an entry for each layer, and the types of layers that are scaled."""
+    rotates, parts = config.get("use_rope_layers") or (), config.get("partial_rotary_factors") or ()
+    scaled = kind in (config.get("yarn_only_types") or (kind,))
+    said: dict[str, Any] = dict((config.get("rope_scaling") or {}) if scaled else {})
+    for name, values in (("rope_theta", config["rope_theta"]), ("partial_rotary_factor", parts)):
+        if values:
+            said[name] = values[number]
+    flat = {name: value for name, value in config.items() if name not in ("rope_theta", "rope_scaling")}
+    return flat | {"rope_parameters": said} if not rotates or rotates[number] else None
 
 
 def head_dim(config: Config) -> int:
@@ -220,7 +238,22 @@ def frequencies(config: Config, seq_len: int | None = None) -> tuple[tuple[float
         return tuple(_llama3(f, parameters, config) for f in plain), 1.0
     if kind == "yarn":
         return _yarn(plain, dim, theta, parameters, config)
+    if kind == "longrope":
+        return _longrope(plain, parameters, config)
     return tuple(plain), 1.0
+
+
+def _longrope(plain: list[float], parameters: Config, config: Config) -> tuple[tuple[float, ...], float]:
+    """Factors of Phi-3: one list while the engine holds no longer prompt than the model was trained for, else another."""
+    trained = _original_length(parameters, config)
+    way = "long" if _number(config, LONGEST) > trained else "short"
+    factors = parameters.get(f"{way}_factor")
+    if not isinstance(factors, Sequence) or len(factors) != len(plain):
+        raise InputError(f"{way}_factor does not have a number for each of {len(plain)} pairs", hint="check config.json")
+    longer = _find_trained_length(config) / trained
+    magnitude = math.sqrt(1 + math.log(longer) / math.log(trained)) if longer > 1 else 1.0
+    scaled = (frequency / factor for frequency, factor in zip(plain, factors, strict=True))
+    return tuple(scaled), _number(parameters, f"{way}_mscale", magnitude)
 
 
 def _stretch_base(theta: float, dim: int, factor: float, trained: int, seq_len: int | None) -> float:
@@ -313,8 +346,6 @@ def refusal(config: Config, *, by_layer: bool = False, latents: bool = False) ->
             checks = tuple(check for check in checks if check is not _layers_differ)
             try:
                 found = {repr(one): one for one in list_layer_configs(config) if one is not None}
-                if len({rotary_dim(one) for one in found.values()}) > 1:
-                    return "The layers rotate different numbers of dimensions."
             except InputError as error:
                 return f"The rotary parameters cannot be read: {error.message}."
             configs = list(found.values()) or configs
@@ -427,7 +458,7 @@ def _refuse_quantised_cache(config: Config) -> str | None:
 def _scaling(config: Config) -> str | None:
     parameters = rope_parameters(config)
     kind = parameters["rope_type"]
-    if kind in ("longrope", "su"):
+    if kind in ("longrope", "su") and not (kind == "longrope" and config.get(LONGEST)):
         return "The rotation (longrope) switches its frequencies with the prompt's length."
     if kind not in _READ:
         return f"The rotary scaling {kind!r} is not known."
@@ -471,8 +502,9 @@ class RopeSpec:
     ``attention_factor`` multiplies rotated queries and keys when they are computed (YaRN). A cached key has it
     already, so ``relocate`` leaves it alone. ``dynamic`` says that the frequencies depend on the prompt's length: then
     keys may move only between prompts of equal ``inv_freq``. ``rotary_start``: the first dimension that rotates. Where
-    layers rotate differently, ``others`` has the other frequencies, zeros for layers that do not rotate, and
-    ``layer_kinds`` says of each layer which of ``(inv_freq, *others)`` it has: then only `of_layer` rotates.
+    layers rotate differently, ``others`` has the other frequencies, zeros for layers that do not rotate and fewer where
+    less of a head does, and ``layer_kinds`` says of each layer which of ``(inv_freq, *others)`` it has: then only
+    `of_layer` rotates.
 
     >>> RopeSpec.plain(head_dim=4, theta=10_000.0).inv_freq
     (1.0, 0.01)
@@ -497,8 +529,10 @@ class RopeSpec:
                 "do not fit together",
                 hint="rotary_dim is twice the number of frequencies and at most head_dim",
             )
-        if any(len(other) != len(self.inv_freq) for other in self.others) or (self.others and self.dynamic):
-            raise InputError("layers rotate different numbers of dimensions", hint="such keys are not moved")
+        if any(not 2 <= 2 * len(other) <= self.head_dim for other in self.others) or (
+            self.others and (self.dynamic or self.rotary_start)
+        ):
+            raise InputError("layers rotate in ways that do not fit together", hint="such keys are not moved")
 
     @property
     def rotated(self) -> slice:
@@ -545,7 +579,26 @@ class RopeSpec:
         """The rotation of one layer."""
         if not self.layer_kinds:
             return self
-        return replace(self, inv_freq=self.kinds[self.layer_kinds[layer]], others=(), layer_kinds=())
+        inv_freq = self.kinds[self.layer_kinds[layer]]
+        return replace(self, rotary_dim=2 * len(inv_freq), inv_freq=inv_freq, others=(), layer_kinds=())
+
+    def split(self, layers: int) -> list[tuple[list[int], RopeSpec]]:
+        """Of so many layers those that rotate equally many dimensions, with the rotation of these.
+
+        >>> two = RopeSpec(8, 8, "half", (1.0, 0.1, 0.01, 0.001), others=((1.0, 0.1),), layer_kinds=(1, 0, 1))
+        >>> [(layers, rope.rotary_dim, rope.layer_kinds) for layers, rope in two.split(3)]
+        [([1], 8, (0,)), ([0, 2], 4, (0, 0))]
+        """
+        if len({len(kind) for kind in self.kinds}) == 1:
+            return [(list(range(layers)), self)]
+        found = []
+        for pairs in dict.fromkeys(len(kind) for kind in self.kinds):
+            alike = [kind for kind in self.kinds if len(kind) == pairs]
+            members = [layer for layer, kind in enumerate(self.layer_kinds) if len(self.kinds[kind]) == pairs]
+            kinds = tuple(alike.index(self.kinds[self.layer_kinds[layer]]) for layer in members)
+            named = {"inv_freq": alike[0], "others": tuple(alike[1:]), "layer_kinds": kinds}
+            found.append((members, replace(self, rotary_dim=2 * pairs, **named)))
+        return found
 
     def cos_sin(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Cosines and sines of ``positions[...]``, each ``[..., rotary_dim / 2]``, attention factor included."""

@@ -48,7 +48,7 @@ from semblend.integration.vllm.worker.quantised import NARROW_TYPES, check_quant
 from semblend.materialize.contract import Capabilities, Layout, Observer, Rows, StopPass
 from semblend.materialize.gate.observers import Canary
 from semblend.materialize.kv.layout import KvLayout, LatentLayout, copy_to_device
-from semblend.materialize.kv.rope import RopeSpec, read_for_text
+from semblend.materialize.kv.rope import LONGEST, RopeSpec, read_for_text
 
 log = logging.getLogger("vllm.semblend")
 _DEEPSTACK, _DEEPSTACK_TOKENS = "deepstack_input_embeds", "deepstack_input_embeds_num_tokens"
@@ -134,7 +134,7 @@ class StockModel:
         self._names = [name for name in group.layer_names if name in caches and id(known.get(name)) in own]
         self._caches = [caches[name] for name in self._names]
         self._kv_spec = read_layer_spec(group, self._names)
-        self._kinds = list_kinds(group, self._names)
+        self._kinds = list_kinds(group, self._names, self.layers)
         self.keeps_latents = keeps_latents(self._kv_spec)
         if self.keeps_latents:  # as the layers see them, without the one head
             self._caches = [cache.squeeze(1) if cache.dim() == 4 else cache for cache in self._caches]
@@ -278,7 +278,8 @@ class StockModel:
         runs = {"kernel": run_kernel} | ({"groups": run_groups} if self._groups_rows else {})
         sizes = (len(layers), layer.num_heads, layer.head_size)
         longest = int(self._config.model_config.max_model_len)
-        self._recorded = RecordedPasses(runs, longest, sizes, like=self._caches[0])
+        if len({one.num_heads for one in layers}) == 1:  # what they ask is kept side by side
+            self._recorded = RecordedPasses(runs, longest, sizes, like=self._caches[0])
         try:
             nobodys = torch.zeros(1, dtype=torch.int64, device=self.device)  # with something there to compare with
             drawn = torch.randn(2, 1, layer.num_kv_heads, layer.head_size, device=self.device, dtype=self.layout.dtype)
@@ -405,22 +406,24 @@ def read_layer_spec(group: Any, names: Sequence[str]) -> Any:
     return first
 
 
-def list_kinds(group: Any, names: Sequence[str]) -> list[tuple[Any, list[str]]]:
-    """The layers by what vLLM knows of their cache: where it knows them one by one, their windows may differ."""
-    specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-    if specs is None:
-        return [(group.kv_cache_spec, list(names))]
-    windows = list(dict.fromkeys(getattr(specs[name], "sliding_window", None) for name in names))
-    members = [[name for name in names if getattr(specs[name], "sliding_window", None) == one] for one in windows]
-    return [(specs[same[0]], same) for same in members]
+def list_kinds(group: Any, names: Sequence[str], layers: Sequence[Any]) -> list[tuple[Any, list[str]]]:
+    """The layers by what a description of a pass says of them, with what vLLM knows of their cache: by their windows,
+    where it knows them one by one, and by how many heads their queries have."""
+    specs = getattr(group.kv_cache_spec, "kv_cache_specs", None) or dict.fromkeys(names, group.kv_cache_spec)
+    kinds: dict[Any, list[str]] = {}
+    for name, layer in zip(names, layers, strict=True):
+        kinds.setdefault((getattr(specs[name], "sliding_window", None), layer.num_heads), []).append(name)
+    return [(specs[same[0]], same) for same in kinds.values()]
 
 
 def read_rope_config(vllm_config: Any) -> Mapping[str, Any]:
     """The model's configuration as our rotation reads it; requests with images are none of ours.
 
-    Of models with latents vLLM renames the scaling: both names stand for YaRN's angles.
+    Of models with latents vLLM renames the scaling: both names stand for YaRN's angles. LongRoPE's factors it chooses
+    once, by the longest prompt that it takes.
     """
     found = dict(read_for_text(vllm_config.model_config.hf_text_config.to_dict()))
+    found[LONGEST] = vllm_config.model_config.max_model_len
     rope = found.get("rope_parameters") or {}
     if rope.get("rope_type") in ("deepseek_yarn", "deepseek_llama_scaling"):
         found["rope_parameters"] = {**rope, "rope_type": "yarn"}

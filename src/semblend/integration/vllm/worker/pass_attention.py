@@ -253,14 +253,14 @@ def compile_attention(views: KvLayout, layers: Layers) -> None:
     from semblend.materialize.kv.attention_kernels import measure_question_mass
 
     nothing = torch.zeros(4096, dtype=torch.int64, device=views.device)
-    shape = (len(nothing), layers[0].num_heads, layers[0].head_size)
-    q = torch.zeros(shape, dtype=views.dtype, device=views.device)
-    kinds = {_sees_all(layer): number for number, layer in enumerate(layers)}
-    for count in (2, len(nothing)):
-        for parts in (1, 2):
-            for number in kinds.values():
+    kinds = {(_sees_all(layer), layer.num_heads): number for number, layer in enumerate(layers)}
+    for (sees_all, heads), number in kinds.items():
+        q = torch.zeros((len(nothing), heads, layers[0].head_size), dtype=views.dtype, device=views.device)
+        for count in (2, len(nothing)):
+            for parts in (1, 2):
                 attend_scattered(nothing[:count], nothing, views, layers, parts)(number, q[:count])
-    measure_question_mass(q[:2].expand(views.layers, -1, -1, -1).contiguous(), nothing, views)
+        if sees_all:
+            measure_question_mass(q[:2].expand(views.layers, -1, -1, -1).contiguous(), nothing, views)
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,10 +150,10 @@ class StopsEarly(Seen):
 def test_what_is_scattered_is_gathered_and_nothing_else_changes(world):
     layout, slots = world.model.layout, world.take_slots(40)
     neighbours = world.take_slots(40)
-    shape = (len(slots), layout.kv_heads, layout.head_dim)
-    k, v = (torch.randn(shape, generator=torch.Generator().manual_seed(n)).to(layout.dtype) for n in (1, 2))
-    k, v = k.to(layout.device), v.to(layout.device)
     for layer in (0, layout.layers - 1):
+        shape = layout.gather(layer, slots)[0].shape
+        k, v = (torch.randn(shape, generator=torch.Generator().manual_seed(n)).to(layout.dtype) for n in (1, 2))
+        k, v = k.to(layout.device), v.to(layout.device)
         before = [part.clone() for part in layout.gather(layer, neighbours)]
         layout.scatter(layer, slots, k, v)
         assert torch.equal(layout.gather(layer, slots)[0], k)

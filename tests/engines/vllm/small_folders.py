@@ -16,6 +16,7 @@ def write(kind: str, folder: Path, like: str) -> Path:
             "sinks": _write_sinks,
             "no rope": _write_without_rope_in_full_layers,
             "parts of heads": _write_unlike_layers,
+            "sizes of heads": _write_unlike_heads,
             "windowed": _write_windowed,
             "recurrent": _write_recurrent,
             "four bits": _write_four_bits,
@@ -272,6 +273,18 @@ def _write_unlike_layers(folder: Path, like: str) -> None:
     heads = {"head_dim": 32, "num_attention_heads_per_layer": [8, 4] * 2}
     config = LagunaConfig(**sizes, **heads, rope_parameters=rope)
     _write(LagunaForCausalLM, config, folder, like, norms=True)
+
+
+def _write_unlike_heads(folder: Path, like: str) -> None:
+    """As Gemma 4: full layers have one head of 64 dimensions where others have two of 32, and rotate a quarter of it;
+    scores are not divided by the root of a head's size."""
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    sizes = _sizes(like)
+    heads = {"head_dim": 32, "global_head_dim": 64, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+    more = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": sizes["vocab_size"]}
+    config = Gemma4TextConfig(**sizes, **BOTH, **heads, **more)
+    _write(Gemma4ForCausalLM, config, folder, like, norms=True)
 
 
 def _write_windowed(folder: Path, like: str) -> None:

@@ -22,11 +22,12 @@ from behaviours import *  # noqa: F403  (the rules of the contract)
 
 from semblend.materialize.contract import Rows, slots_of_blocks
 from semblend.materialize.kv.moves import DonorTensors, Move
-from semblend.materialize.kv.splice import splice
+from semblend.materialize.kv.splice import copy_layers, splice
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 APART = "sinks, layers told apart"
-KINDS = ["sinks", "hybrid", "soft cap", "no rope", "parts of heads", APART]
+UNLIKE = ["parts of heads", "sizes of heads"]
+KINDS = ["sinks", "hybrid", "soft cap", "no rope", *UNLIKE, APART]
 WINDOW = 64
 
 
@@ -42,7 +43,7 @@ def windowed_engine(request, small_model, tmp_path_factory):
         if request.param == APART:  # vLLM 0.26 on a GPU: it does not merge what layers with and without a window keep
             patched.setattr("vllm.v1.core.kv_cache_utils.is_kv_cache_spec_uniform", lambda specs: False)
         made = make_world(str(folder), {"disable_hybrid_kv_cache_manager": True}, **small_model[1])
-    assert len(made.worker._model._kinds) == 1 + (request.param in (APART, "parts of heads"))
+    assert len(made.worker._model._kinds) == 1 + (request.param in (APART, *UNLIKE))
     made.folder = folder
     yield made
     made.core.shutdown()
@@ -78,9 +79,8 @@ def test_keys_moved_in_the_engine_are_those_of_transformers_in_every_layer(windo
     tokens = torch.randint(100, 40_000, (1, count), generator=torch.Generator().manual_seed(1))
     here, there = (slots_of_blocks(range(first, first + 7), 32, count) for first in (1, 11))
     model.forward(Rows.of(tokens[0], range(count), here))
-    layout, donor = model.layout, [torch.empty(4, count, 2, 32) for _ in range(2)]
-    for layer in range(4):
-        donor[0][layer], donor[1][layer] = layout.gather(layer, here)
+    layout = model.layout
+    donor = copy_layers(layout, range(4), here)
     splice([Move(DonorTensors(*donor), 0, count, there, shift)], layout, model.rope)
     theirs = load_theirs(windowed.folder)
     for start, slots in ((0, here), (shift, there)):

@@ -94,6 +94,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "starcoder2": TINY | {"sliding_window": None},
 }
 OWN_DEFAULTS = {"gptj", "codegen", "falcon", "ministral3", "apertus", "gpt_oss", "laguna"}
+OWN_DEFAULTS |= {"gemma4_text", "gemma4_unified_text"}
 """No rotary fields mean more there than base and dimensions."""
 FOUR = TINY | {"num_hidden_layers": 4, "head_dim": 16}
 BOTH = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 4096}
@@ -107,6 +108,13 @@ FIELDS |= {
     "exaone4": FOUR | BOTH,
     "gemma2": FOUR | BOTH,
     "gemma3_text": FOUR | BOTH,
+    **dict.fromkeys(
+        ("gemma4_text", "gemma4_unified_text"),
+        FOUR
+        | BOTH
+        | {"global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+        | {"hidden_size_per_layer_input": 0},
+    ),
     "gpt_oss": FOUR | BOTH | {"num_local_experts": 2, "num_experts_per_tok": 1},
     "llama4_text": FOUR
     | CHUNKED
@@ -300,6 +308,18 @@ def test_scaling_holds_for_the_layers_that_it_is_said_of(family, parameters):
     assert refusal(config.to_dict(), by_layer=True) is None
     assert_relocates(model, config.to_dict(), donor=90, target=11)
     assert_relocates(model, config.to_dict(), donor=3, target=640)
+
+
+def test_gemma_4_has_heads_of_two_sizes_and_says_how_each_kind_of_layer_rotates():
+    transformers = pytest.importorskip("transformers", reason="the config")
+    config = transformers.AutoConfig.for_model("gemma4_text", **copy.deepcopy(FIELDS["gemma4_text"])).to_dict()
+    rope = RopeSpec.from_hf_config(config)
+    assert (rope.head_dim, rope.sizes) == (32, (16, 32) * 2)
+    own = {name: value for name, value in config.items() if name != "per_layer_config"} | {"global_head_dim": 32}
+    assert RopeSpec.from_hf_config(own) == rope, "as checkpoints say it"
+    silent = {name: value for name, value in config.items() if name != "rope_parameters"}
+    assert "rope_theta" in (refusal(silent, by_layer=True) or "")
+    assert rope.cannot_follow(RopeSpec.from_hf_config(own | {"global_head_dim": 64})) is not None
 
 
 def test_an_old_gemma_config_scales_its_full_layers_only():
@@ -574,6 +594,7 @@ QWEN2 = TINY | {"model_type": "qwen2", "sliding_window": 1024}
         (LLAMA | {"layer_types": ["full_attention", "sliding_attention"]}, "sliding window"),
         (LLAMA | {"layer_types": ["full_attention", "linear_attention"]}, "not full attention"),
         (LLAMA | {"attention_chunk_size": 512}, "chunks"),
+        (LLAMA | {"use_bidirectional_attention": True}, "behind them"),
         (LLAMA | {"no_rope_layers": [1, 0]}, "no_rope_layers"),
         (FIELDS["exaone4"] | {"model_type": "exaone4"}, "sliding window"),
         (FIELDS["smollm3"] | {"model_type": "smollm3"}, "no_rope_layers"),

@@ -285,7 +285,7 @@ def _refuse_groups(vllm_config: Any, groups: Sequence[Any]) -> str | None:
         return NEVER_RECURRENT
     if any(getattr(spec, "attention_chunk_size", None) for spec in specs):
         return IN_CHUNKS
-    is_one_list = len(groups) == 1 and (drafts or _are_of_one_size(specs))  # a draft's layers may be of another
+    is_one_list = len(groups) == 1 and (drafts or _share_blocks(specs))  # a draft's layers may be of another size
     if is_one_list and kinds == {"FullAttentionSpec"}:
         return None
     if is_one_list and all(keeps_latents(spec) and not getattr(spec, "sliding_window", None) for spec in specs):
@@ -303,10 +303,12 @@ def _refuse_groups(vllm_config: Any, groups: Sequence[Any]) -> str | None:
     return f"{what} have one kind of full attention in all layers"
 
 
-def _are_of_one_size(specs: Sequence[Any]) -> bool:
-    """Whether layers keep tokens alike. vLLM 0.26 lists them one by one on a GPU where only their windows differ."""
-    sizes = ("block_size", "page_size_bytes", "num_kv_heads", "head_size", "dtype")
-    return len({tuple(getattr(spec, size, None) for size in sizes) for spec in specs}) == 1
+def _share_blocks(specs: Sequence[Any]) -> bool:
+    """Whether a block holds the same tokens in all layers. vLLM lists layers one by one where their heads differ, and
+    0.26 on a GPU where only their windows do. Heads of unlike number or size are not read in 8 bits."""
+    narrow = any(getattr(spec.dtype, "itemsize", 2) == 1 for spec in specs)
+    same = ("block_size", "dtype", *(("num_kv_heads", "head_size") if narrow else ()))
+    return len({tuple(getattr(spec, name, None) for name in same) for spec in specs}) == 1
 
 
 def _list_specs(group: Any) -> list[Any]:

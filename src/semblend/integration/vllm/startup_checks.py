@@ -208,7 +208,7 @@ def _count_token_bytes(settings: ConnectorSettings, vllm_config: Any, kv_cache_c
     group = kv_cache_config.kv_cache_groups[0]
     layers = group.layer_names[: vllm_config.model_config.get_num_layers(vllm_config.parallel_config)]  # no draft's
     specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)  # where a draft's are of another size
-    spec = specs[layers[0]] if specs else group.kv_cache_spec
+    spec = max((specs[name] for name in layers), key=lambda one: one.page_size_bytes) if specs else group.kv_cache_spec
     held = int(spec.dtype.itemsize)
     width = int(vllm_config.model_config.dtype.itemsize) if held == 1 else held
     token = spec.page_size_bytes / spec.block_size * len(layers) * width / held

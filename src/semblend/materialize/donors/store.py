@@ -189,8 +189,10 @@ def read_tensors(
 
 
 def pack_rope(rope: RopeSpec | None) -> dict[str, Any] | None:
-    """A rotation as JSON; floats come back bit for bit."""
-    return None if rope is None else asdict(rope)
+    """A rotation as JSON; floats come back bit for bit. What most models do not have is left out."""
+    if rope is None:
+        return None
+    return {name: value for name, value in asdict(rope).items() if name != "sizes" or value}
 
 
 def unpack_rope(packed: Mapping[str, Any] | None) -> RopeSpec | None:
@@ -198,7 +200,7 @@ def unpack_rope(packed: Mapping[str, Any] | None) -> RopeSpec | None:
     if packed is None:
         return None
     others = tuple(tuple(inv_freq) for inv_freq in packed.get("others", ()))
-    named = {"inv_freq": tuple(packed["inv_freq"]), "layer_kinds": tuple(packed.get("layer_kinds", ()))}
+    named = {name: tuple(packed.get(name, ())) for name in ("inv_freq", "layer_kinds", "sizes")}
     return RopeSpec(**{**packed, **named, "others": others})
 
 

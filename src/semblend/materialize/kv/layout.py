@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -177,6 +177,72 @@ class LatentLayout(KvLayout):
     def keys(self, layer: int, slots: Tensor) -> Tensor:
         """What queries meet: the whole vectors in ``slots``, ``[n, 1, 2 * head_dim]``."""
         return torch.cat((_read(self.v[layer], slots), _read(self.k[layer], slots)), dim=-1)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class UnlikeLayout:
+    """Layers with heads of unlike number or size: each is read and written as it is, and donors hold of every layer one
+    row as wide as the widest (`fold`).
+
+    ``parts``: of each layer, a layout that has it, and its number there.
+    """
+
+    parts: tuple[tuple[Layout, int], ...]
+    views: ClassVar[None] = None  # our kernels want layers alike
+
+    @property
+    def layers(self) -> int:
+        return len(self.parts)
+
+    @property
+    def slots(self) -> int:
+        return self.parts[0][0].slots
+
+    @property
+    def kv_heads(self) -> int:
+        return 1
+
+    @cached_property
+    def head_dim(self) -> int:
+        return max(part.kv_heads * part.head_dim for part, _ in self.parts)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parts[0][0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts[0][0].device
+
+    def keys(self, layer: int, slots: Tensor) -> Tensor:
+        part, number = self.parts[layer]
+        return part.keys(number, slots)
+
+    def gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        part, number = self.parts[layer]
+        return part.gather(number, slots)
+
+    def scatter(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        part, number = self.parts[layer]
+        part.scatter(number, slots, k, v)
+
+    def __repr__(self) -> str:
+        return f"UnlikeLayout({self.layers} layers, rows of up to {self.head_dim}, {self.dtype} on {self.device})"
+
+
+def fold(layout: Layout, x: Tensor) -> Tensor:
+    """Rows of a layer, ``[n, heads, size]``, as donors hold them: ``[n, kv_heads, head_dim]`` of the layout."""
+    if not isinstance(layout, UnlikeLayout):
+        return x
+    return torch.nn.functional.pad(x.flatten(1), (0, layout.head_dim - x[0].numel())).unsqueeze(1)
+
+
+def unfold(layout: Layout, layer: int, x: Tensor) -> Tensor:
+    """Rows of a layer as the layer has them; what `fold` was given."""
+    if not isinstance(layout, UnlikeLayout):
+        return x
+    part, _ = layout.parts[layer]
+    return x[:, 0, : part.kv_heads * part.head_dim].unflatten(-1, (part.kv_heads, part.head_dim))
 
 
 def _read(pages: Tensor, slots: Tensor) -> Tensor:

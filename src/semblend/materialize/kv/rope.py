@@ -66,6 +66,7 @@ FAMILIES: dict[str, RopeFamily] = {
     **dict.fromkeys(("gptj", "codegen", "glm4v_text"), RopeFamily("interleaved")),
     "gemma2": RopeFamily(),
     "gemma3_text": RopeFamily(theta=1_000_000.0, layers="by type", local_theta=10_000.0),
+    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), RopeFamily(theta=0.0, layers="by type")),  # they say it all
     "mellum": RopeFamily(theta=500_000.0, layers="by type", local_theta=10_000.0),
     **dict.fromkeys(("olmo3", "laguna"), RopeFamily(theta=500_000.0, layers="by type")),
     "step3p5": RopeFamily(layers="by type"),
@@ -90,6 +91,7 @@ _READ: dict[str, set[str]] = {
     "linear": {"factor"},
     "dynamic": {"factor", "original_max_position_embeddings"},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    "proportional": set(),  # Gemma 4: angles as of a whole head, and none for its last pairs
     "longrope": {"short_factor", "long_factor", "original_max_position_embeddings", "short_mscale", "long_mscale"},
     "yarn": {
         "factor",
@@ -174,7 +176,13 @@ def list_layer_configs(config: Config) -> list[Config | None]:
         return [flat | {"rope_parameters": windowed} if "sliding" in kind else config for kind in kinds]
     if missing := set(kinds) - {kind for kind, value in said.items() if isinstance(value, Mapping)}:
         raise InputError(f"the config does not say how {min(missing)} layers rotate", hint="see rope_parameters")
-    return [flat | {"rope_parameters": said[kind]} for kind in kinds]
+    own = {int(layer): fields for layer, fields in (config.get("per_layer_config") or {}).items()}
+    if size := config.get("global_head_dim"):  # as Gemma 4's own files say it
+        own = {layer: {"head_dim": size} for layer, kind in enumerate(kinds) if kind == "full_attention"} | own
+    return [
+        flat | {"head_dim": own.get(layer, config).get("head_dim"), "rope_parameters": said[kind]}
+        for layer, kind in enumerate(kinds)
+    ]
 
 
 def _read_listed_layer(config: Config, number: int, kind: str) -> Config | None:
@@ -211,6 +219,8 @@ def rotary_dim(config: Config) -> int:
     in_dimensions = config.get("model_type") in ("gptj", "codegen", "minimax_m2")
     if "partial_rotary_factor" in (config.get("rope_parameters") or {}):
         in_dimensions = False
+    if rope_parameters(config)["rope_type"] == "proportional":
+        return size
     given = config.get("rotary_dim") if in_dimensions else None
     rotated = int(given) if given else int(size * float(rope_parameters(config)["partial_rotary_factor"]))
     if not 2 <= rotated <= size or rotated % 2:
@@ -240,6 +250,9 @@ def frequencies(config: Config, seq_len: int | None = None) -> tuple[tuple[float
         return _yarn(plain, dim, theta, parameters, config)
     if kind == "longrope":
         return _longrope(plain, parameters, config)
+    if kind == "proportional":
+        turning = int(_number(parameters, "partial_rotary_factor") * dim // 2)
+        return (*plain[:turning], *[0.0] * (len(plain) - turning)), 1.0
     return tuple(plain), 1.0
 
 
@@ -440,6 +453,8 @@ def _refuse_other_attention(config: Config) -> str | None:
         return f"Some layers are not full attention ({', '.join(other)})."
     if config.get("attention_chunk_size") and not config.get("layer_types"):
         return "Some layers attend within chunks (attention_chunk_size)."
+    if config.get("use_bidirectional_attention") in (True, "all"):
+        return "Tokens see what stands behind them (use_bidirectional_attention)."
     return None
 
 
@@ -504,7 +519,7 @@ class RopeSpec:
     keys may move only between prompts of equal ``inv_freq``. ``rotary_start``: the first dimension that rotates. Where
     layers rotate differently, ``others`` has the other frequencies, zeros for layers that do not rotate and fewer where
     less of a head does, and ``layer_kinds`` says of each layer which of ``(inv_freq, *others)`` it has: then only
-    `of_layer` rotates.
+    `of_layer` rotates. Where heads are of unlike size, ``sizes`` has that of each layer, and ``head_dim`` the largest.
 
     >>> RopeSpec.plain(head_dim=4, theta=10_000.0).inv_freq
     (1.0, 0.01)
@@ -519,6 +534,7 @@ class RopeSpec:
     rotary_start: int = 0
     others: tuple[tuple[float, ...], ...] = ()
     layer_kinds: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.style not in ("half", "interleaved"):
@@ -558,8 +574,9 @@ class RopeSpec:
         still = (0.0,) * len(inv_freq)
         by_layer = [still if one is None else frequencies(one, seq_len)[0] for one in layers]
         kinds = list(dict.fromkeys((inv_freq, *by_layer)))
+        sizes = tuple(size if one is None else head_dim(one) for one in layers)
         return cls(
-            head_dim=size,
+            head_dim=max(size, *sizes) if sizes else size,
             rotary_dim=rotated,
             style=family_of(config).style,
             inv_freq=inv_freq,
@@ -568,6 +585,7 @@ class RopeSpec:
             rotary_start=size - rotated if config.get("kv_lora_rank") else 0,
             others=tuple(kinds[1:]),
             layer_kinds=tuple(map(kinds.index, by_layer)) if len(kinds) > 1 else (),
+            sizes=sizes if len(set(sizes)) > 1 else (),
         )
 
     @property
@@ -580,7 +598,9 @@ class RopeSpec:
         if not self.layer_kinds:
             return self
         inv_freq = self.kinds[self.layer_kinds[layer]]
-        return replace(self, rotary_dim=2 * len(inv_freq), inv_freq=inv_freq, others=(), layer_kinds=())
+        size = self.sizes[layer] if self.sizes else self.head_dim
+        alike = {"others": (), "layer_kinds": (), "sizes": ()}
+        return replace(self, head_dim=size, rotary_dim=2 * len(inv_freq), inv_freq=inv_freq, **alike)
 
     def split(self, layers: int) -> list[tuple[list[int], RopeSpec]]:
         """Of so many layers those that rotate equally many dimensions, with the rotation of these.
@@ -641,7 +661,7 @@ class RopeSpec:
         """
         if donor is None:
             return "dynamic frequencies need the donor's own rotation to compare with" if self.dynamic else None
-        if (donor.kinds, donor.layer_kinds) != (self.kinds, self.layer_kinds):
+        if (donor.kinds, donor.layer_kinds, donor.sizes) != (self.kinds, self.layer_kinds, self.sizes):
             return "donor and target were computed with different rotary frequencies"
         ways = [(one.style, one.head_dim, one.rotary_start, one.attention_factor) for one in (donor, self)]
         if ways[0] != ways[1]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from semblend.errors import InputError
-from semblend.materialize.kv.layout import Layout
+from semblend.materialize.kv.layout import Layout, UnlikeLayout, fold, unfold
 from semblend.materialize.kv.moves import SCALES, DonorTensors, Move, pack, packed_shapes
 from semblend.materialize.kv.rope import RopeSpec
 
@@ -57,7 +57,8 @@ def splice_plain(moves: Sequence[Move], layout: Layout, rope: RopeSpec) -> None:
     for move in moves:
         rows = slice(move.donor_start, move.donor_start + move.length)
         for layer in range(layout.layers):
-            k, v = (move.donor.read_rows(name, layer, rows).to(layout.device) for name in ("k", "v"))
+            held = (move.donor.read_rows(name, layer, rows).to(layout.device) for name in ("k", "v"))
+            k, v = (unfold(layout, layer, part) for part in held)
             moved = rope.of_layer(layer).relocate(k, move.shift)
             layout.scatter(layer, move.target_slots, moved.to(layout.dtype), v.to(layout.dtype))
 
@@ -112,9 +113,11 @@ def stage_on_device(move: Move, device: torch.device) -> Move:
 
 def check_moves(moves: Sequence[Move], layout: Layout, rope: RopeSpec, *, check_slots: bool = True) -> None:
     """Refuses, before anything is written, moves that do not fit the layout, the donors or the rotation."""
-    if rope.head_dim != layout.head_dim:
+    unlike = isinstance(layout, UnlikeLayout)
+    sizes = tuple(part.head_dim for part, _ in layout.parts) if unlike else (layout.head_dim,)
+    if sizes != (rope.sizes or (rope.head_dim,) * len(sizes)):
         raise InputError(
-            f"the rotation is for heads of {rope.head_dim} dimensions, the pool has {layout.head_dim}",
+            f"the rotation is for heads of {rope.sizes or rope.head_dim} dimensions, the pool has {sizes}",
             hint="take both from one model",
         )
     if rope.layer_kinds and len(rope.layer_kinds) != layout.layers:
@@ -228,9 +231,8 @@ def gather_plain(
 ) -> None:
     """The plain twin; layer by layer, so that no second copy of the whole exists on a device."""
     for number, layer in enumerate(range(layout.layers) if layers is None else layers):
-        k, v = layout.gather(layer, slots)
-        k_out[number].copy_(k, non_blocking=True)
-        v_out[number].copy_(v, non_blocking=True)
+        for out, rows in zip((k_out, v_out), layout.gather(layer, slots), strict=True):
+            out[number].copy_(fold(layout, rows), non_blocking=True)
 
 
 def copy_layers(layout: Layout, layers: Sequence[int], slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -247,7 +249,7 @@ def gather_packed(layout: Layout, slots: Tensor, parts: Mapping[str, Tensor]) ->
     They are packed where they lie, so half the bytes cross a bus; layer by layer, so that no wide copy exists.
     """
     for layer in range(layout.layers):
-        pack_layer(parts, layer, *layout.gather(layer, slots))
+        pack_layer(parts, layer, *(fold(layout, rows) for rows in layout.gather(layer, slots)))
 
 
 def pack_layer(parts: Mapping[str, Tensor], layer: int, k: Tensor, v: Tensor) -> None:

@@ -47,7 +47,7 @@ from semblend.integration.vllm.worker.pass_attention import (
 from semblend.integration.vllm.worker.quantised import NARROW_TYPES, check_quantised, check_scales, lay_out_quantised
 from semblend.materialize.contract import Capabilities, Layout, Observer, Rows, StopPass
 from semblend.materialize.gate.observers import Canary
-from semblend.materialize.kv.layout import KvLayout, LatentLayout, copy_to_device
+from semblend.materialize.kv.layout import KvLayout, LatentLayout, UnlikeLayout, copy_to_device
 from semblend.materialize.kv.rope import LONGEST, RopeSpec, read_for_text
 
 log = logging.getLogger("vllm.semblend")
@@ -178,9 +178,10 @@ class StockModel:
     @property
     def kv_shape(self) -> tuple[int, int, int, torch.dtype]:
         """Layers, KV heads of this rank, head size and type of the cache; known before its layout is."""
-        first = self.layers[0]
-        size = int(first.head_size) // (2 if self.keeps_latents else 1)  # of a latent it is half the vector
-        return len(self._names), int(first.num_kv_heads), size, self.dtype
+        if len(shapes := {(int(layer.num_kv_heads), int(layer.head_size)) for layer in self.layers}) > 1:
+            return len(self._names), 1, max(heads * size for heads, size in shapes), self.dtype  # see `UnlikeLayout`
+        ((heads, size),) = shapes
+        return len(self._names), heads, size // (2 if self.keeps_latents else 1), self.dtype  # of a latent half of it
 
     @property
     def dtype(self) -> torch.dtype:
@@ -198,11 +199,21 @@ class StockModel:
     def layout(self) -> Layout:
         """Where KV lies. Asked for at the first use: the backend is not ready when a connector is made."""
         self._get_builders()
-        layer, (_, kv_heads, head_dim, _) = self.layers[0], self.kv_shape
-
         if self.narrow is not None:
-            shape = (self.block_tokens, kv_heads, head_dim)
+            shape = (self.block_tokens, *self.kv_shape[1:3])
             return lay_out_quantised(self._caches, self.layers, shape, self.narrow, self.dtype)
+        members: dict[tuple[int, int], list[int]] = {}
+        for number, layer in enumerate(self.layers):
+            members.setdefault((layer.num_kv_heads, layer.head_size), []).append(number)
+        if len(members) == 1:
+            return self._lay_out(range(len(self.layers)))
+        parts = {shape: self._lay_out(numbers) for shape, numbers in members.items()}
+        places = {number: (parts[shape], at) for shape, same in members.items() for at, number in enumerate(same)}
+        return UnlikeLayout(tuple(places[number] for number in range(len(self.layers))))
+
+    def _lay_out(self, numbers: Sequence[int]) -> Layout:
+        """Where layers of one shape keep their KV."""
+        layer, caches = self.layers[numbers[0]], [self._caches[number] for number in numbers]
 
         def write(k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> None:
             if self.keeps_latents:
@@ -210,7 +221,8 @@ class StockModel:
             else:
                 layer.impl.do_kv_cache_update(layer, k, v, cache, slots)
 
-        found = probe_layout(self._caches, self.block_tokens, kv_heads, head_dim, write)
+        size = int(layer.head_size) // (2 if self.keeps_latents else 1)
+        found = probe_layout(caches, self.block_tokens, int(layer.num_kv_heads), size, write)
         if not self.keeps_latents:
             return found
         if type(found) is not KvLayout:
@@ -401,18 +413,19 @@ def read_layer_spec(group: Any, names: Sequence[str]) -> Any:
     if specs is None:
         return group.kv_cache_spec
     first, *others = (specs[name] for name in names)
-    if any((one.block_size, one.page_size_bytes) != (first.block_size, first.page_size_bytes) for one in others):
-        raise SemBlendError("the layers have caches of different sizes", hint="such models run without reuse")
+    if any((one.block_size, one.dtype) != (first.block_size, first.dtype) for one in others):
+        raise SemBlendError("the layers have blocks of different lengths", hint="such models run without reuse")
     return first
 
 
 def list_kinds(group: Any, names: Sequence[str], layers: Sequence[Any]) -> list[tuple[Any, list[str]]]:
     """The layers by what a description of a pass says of them, with what vLLM knows of their cache: by their windows,
-    where it knows them one by one, and by how many heads their queries have."""
+    where it knows them one by one, and by their heads."""
     specs = getattr(group.kv_cache_spec, "kv_cache_specs", None) or dict.fromkeys(names, group.kv_cache_spec)
     kinds: dict[Any, list[str]] = {}
     for name, layer in zip(names, layers, strict=True):
-        kinds.setdefault((getattr(specs[name], "sliding_window", None), layer.num_heads), []).append(name)
+        heads = (layer.num_heads, layer.num_kv_heads, layer.head_size)
+        kinds.setdefault((getattr(specs[name], "sliding_window", None), heads), []).append(name)
     return [(specs[same[0]], same) for same in kinds.values()]
 
 

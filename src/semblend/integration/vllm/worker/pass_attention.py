@@ -9,6 +9,7 @@ row at its own first key, and a sink is mass that a row has before it sees any k
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -306,11 +307,18 @@ class _StandIn:
     ) -> Tensor:
         asked = widen_queries(layer, query, self._pass.layout.dtype).view(-1, layer.num_heads, layer.head_size)
         if self._pass.observer is not None:
-            self._pass.observer.on_layer(self._number, asked, self._pass.rows, self._pass.layout)
+            shown = scale_queries(layer, asked)
+            self._pass.observer.on_layer(self._number, shown, self._pass.rows, self._pass.layout)
         if self._pass.attend is None:
             found: Tensor = self._impl.forward(layer, query, key, value, cache, metadata, output, **more)
             return found
         return output.view(asked.shape).copy_(self._pass.attend(self._number, asked))
+
+
+def scale_queries(layer: Any, asked: Tensor) -> Tensor:
+    """Queries as observers take them: scores are divided by the root of a head's size, which not every model does."""
+    times = float(layer.impl.scale) * math.sqrt(asked.shape[-1])
+    return asked if abs(times - 1) < 1e-3 else asked * times
 
 
 def _make_stand_in(number: int, layer: Any, one_pass: PassAttention) -> Any:

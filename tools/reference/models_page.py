@@ -25,6 +25,17 @@ SHAPE |= {"vocab_size": 1000, "intermediate_size": 2048, "max_position_embedding
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 1024}
 LATENTS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 RECURRENT = {"layer_types": ["linear_attention", "full_attention"] * 2}
+UNLIKE = WINDOWS | {
+    "rope_parameters": {
+        kind: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": part}
+        for kind, part in (("full_attention", 0.5), ("sliding_attention", 1.0))
+    }
+}
+LONG = {
+    name: [1.0] * (SHAPE["hidden_size"] // SHAPE["num_attention_heads"] // 2)
+    for name in ("short_factor", "long_factor")
+}
+LONG_ROPE = {"rope_scaling": {"type": "longrope", "original_max_position_embeddings": 4096} | LONG}
 DECIDES: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("gemma2", "gemma3_text", "gpt_oss", "cohere2", "exaone4", "olmo3", "mellum", "afmoe"), WINDOWS),
     **dict.fromkeys(LATENT_FAMILIES, LATENTS),
@@ -32,11 +43,10 @@ DECIDES: Mapping[str, Mapping[str, Any]] = {
     "minimax_m2": {"head_dim": 128, "rotary_dim": 64},
     "laguna": {"layer_types": ["full_attention"] * 4},
     "mistral (a window in all layers)": {"sliding_window": 1024},
-    "phi3 (longrope)": {"rope_scaling": {"type": "longrope"}},
-    "laguna (windows)": WINDOWS
-    | {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": part}
-                           for kind, part in (("full_attention", 0.5), ("sliding_attention", 1.0))}},
-    "gemma4_text": WINDOWS,
+    "phi3 (longrope)": LONG_ROPE,
+    **dict.fromkeys(("step3p5", "gemma4_text", "gemma4_unified_text"), UNLIKE),
+    "laguna (windows)": UNLIKE,
+    "gemma4_text (layers share KV)": UNLIKE | {"num_kv_shared_layers": 2},
     "glm_moe_dsa": LATENTS | {"index_topk": 2048},
     "deepseek_v4": {"index_topk": 512},
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), RECURRENT),
@@ -55,6 +65,7 @@ CLASSES: Mapping[str, str] = {
     "llama4_text": "Llama4ForConditionalGeneration",
     "gemma3_text": "Gemma3ForConditionalGeneration",
     "gemma4_text": "Gemma4ForConditionalGeneration",
+    "gemma4_unified_text": "Gemma4UnifiedForConditionalGeneration",
     "qwen3_5_text": "Qwen3_5ForConditionalGeneration",
     "qwen3_5_moe_text": "Qwen3_5MoeForConditionalGeneration",
     "aria_text": "AriaForConditionalGeneration",
@@ -67,7 +78,9 @@ NAMES: Mapping[str, str] = {
     "mistral (a window in all layers)": "Mistral 7B v0.1", "phi3 (longrope)": "Phi-4-mini", "cohere2": "Command A",
     "laguna": "Laguna M.1", "laguna (windows)": "Laguna XS and S", "lfm2": "LFM2.5", "mellum": "Mellum 2",
     "qwen3_5_text": "Qwen3.5 to 3.8", "nemotron_h": "Nemotron 3", "gemma3_text": "Gemma 3, TranslateGemma",
-    "gemma4_text": "Gemma 4", "phi3": "Phi-4", "minimax_m2": "MiniMax-M2 to M2.7", "gpt_oss": "gpt-oss",
+    "gemma4_text": "Gemma 4 26B-A4B and 31B", "gemma4_unified_text": "Gemma 4 12B",
+    "gemma4_text (layers share KV)": "Gemma 4 E2B and E4B", "step3p5": "Step 3.5 Flash", "phi3": "Phi-4",
+    "minimax_m2": "MiniMax-M2 to M2.7", "gpt_oss": "gpt-oss",
 }  # fmt: skip
 CPU = "random weights, CPU"
 RUN: Mapping[str, str] = {
@@ -79,6 +92,9 @@ RUN: Mapping[str, str] = {
         ("mixtral", "olmoe", "granitemoe", "glm4_moe", "minimax_m2", "hy_v3", "gemma2", "exaone4"), f"vLLM: {CPU}"
     ),
     "glm": f"vLLM, by the class of transformers: {CPU}",
+    "gemma4_text": f"vLLM: {CPU}, alone and with requests with images beside",
+    "laguna (windows)": f"vLLM: {CPU}, without experts",
+    "phi3 (longrope)": f"vLLM: {CPU}",
     "gemma3_text": f"vLLM: 270M, CPU; {CPU}, alone and with requests with images beside; "
     "of 12B not measured on the H200, whose memory did not suffice beside other programs",
     "gpt_oss": f"vLLM: {CPU}; of 20B declined at its start on the H200, likely for a list "
@@ -103,7 +119,7 @@ SHORT: Mapping[str, str] = {
     "no layer has full": "windows only", "sliding window": "windows", "attends to latents": "latents",
     "index_topk": "sparse attention", "linear_attention": "recurrent state", "conv": "recurrent state",
     "no architecture": "no such class", "longrope": "longrope", "rotates its keys is not known": "type not known",
-    "different frequencies": "layers rotate differently", "different numbers": "layers rotate differently",
+    "different frequencies": "layers rotate differently", "share the KV": "layers share KV",
     "no rotary": "no rotation", "reads images": "class for images", "M-RoPE": "class for images",
 }  # fmt: skip
 """A reason of doctor's by a part of it, in a few words; a reason that is not here stops the page."""

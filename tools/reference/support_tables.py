@@ -65,11 +65,11 @@ VLLM: tuple[Feature, ...] = (
         f"{_VLLM_ENGINES}/test_tensor_parallel.py",
     ),
     Feature(
-        "sliding windows beside full attention (Gemma 2 and 3, gpt-oss, Cohere 2, EXAONE 4, Olmo 3, Mellum 2, Trinity) "
-        "with --disable-hybrid-kv-cache-manager",
+        "sliding windows beside full attention (Gemma 2 to 4, gpt-oss, Cohere 2, EXAONE 4, Olmo 3, Mellum 2, Trinity, "
+        "Laguna, Step 3.5) with --disable-hybrid-kv-cache-manager",
         SupportLevel.YES,
         "vLLM then keeps the KV of every position in every layer. Small models with random weights, in the shapes of "
-        "Gemma 3, Gemma 2, EXAONE 4 and gpt-oss, on a CPU; never run on a GPU, nor with real weights",
+        "Gemma 2, 3 and 4, EXAONE 4, gpt-oss and Laguna, on a CPU; never run on a GPU. Real weights: Gemma 3 270M",
         f"{_VLLM_ENGINES}/test_windows.py",
     ),
     Feature(
@@ -104,25 +104,26 @@ VLLM: tuple[Feature, ...] = (
     Feature(
         "layers that share the KV of other layers",
         SupportLevel.NO,
-        "a donor would hold it twice or not at all (num_kv_shared_layers, kv_sharing_fast_prefill)",
+        "a donor would hold it twice or not at all (num_kv_shared_layers, kv_sharing_fast_prefill). The small Gemma 4 "
+        "are such models, and vLLM 0.32 does not start them without its hybrid KV manager, with us or without",
         _VLLM_START,
     ),
     Feature(
         "text in models that read images: Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Mistral Small 3, GLM-4.1V, GLM-4.5V, "
-        "Kimi K2.5; Gemma 3 with --disable-hybrid-kv-cache-manager",
+        "Kimi K2.5; Gemma 3 and 4 with --disable-hybrid-kv-cache-manager",
         SupportLevel.YES,
-        "a request with an image is computed without us and becomes no donor. Qwen3-VL, GLM-4.5V, Mistral3, Gemma 3 "
-        "and Kimi K2.5 with random weights run in the tests, beside requests with images too (all but Kimi's need "
-        "torchvision); Qwen2-VL, Qwen2.5-VL and GLM-4.1V ran once. Only eager, on a CPU, where vLLM has no mask by "
-        "which tokens of Gemma 3's images see each other: that our passes are described without it is tested",
+        "a request with an image is computed without us and becomes no donor. Qwen3-VL, GLM-4.5V, Mistral3, Gemma 3, "
+        "Gemma 4 and Kimi K2.5 with random weights run in the tests, beside requests with images too (all but Kimi's "
+        "need torchvision); Qwen2-VL, Qwen2.5-VL and GLM-4.1V ran once; Gemma 4 12B has a class of its own that "
+        "computes text as the others' does, not run. Only eager, on a CPU, where vLLM has no mask by which tokens of "
+        "Gemma's images see each other: that our passes are described without it is tested",
         f"{_VLLM_ENGINES}/test_families.py",
     ),
     Feature(
         "other models for images or sound",
         SupportLevel.NO,
-        "what a class keeps in the model while a step runs has to be known. Llama 4 attends within chunks, and layers "
-        "of Gemma 4 have several shapes. Mistral's own format (params.json) names no family: load the Hugging Face "
-        "format",
+        "what a class keeps in the model while a step runs has to be known. Llama 4 attends within chunks. Mistral's "
+        "own format (params.json) names no family: load the Hugging Face format",
         _VLLM_START,
     ),
     Feature(

@@ -113,7 +113,8 @@ def serve_kind(kind: str, folder: Path, **settings: Any) -> Iterator[World]:
 
 @pytest.fixture
 def expert_world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
-    yield from serve_kind(request.param, tmp_path)
+    more = {"disable_hybrid_kv_cache_manager": True} if request.param == "gemma4_text" else {}
+    yield from serve_kind(request.param, tmp_path, **more)
 
 
 def read_attributes(value: Any) -> Any:
@@ -129,7 +130,7 @@ def picture_world(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: p
     else:
         pytest.importorskip("torchvision", reason="vLLM imports it for models that read images", exc_type=ImportError)
     limits = {"image": 1, "vision_chunk": 1, "video": 0}
-    more = {"disable_hybrid_kv_cache_manager": True} if request.param == "gemma3" else {}
+    more = {"disable_hybrid_kv_cache_manager": True} if request.param in ("gemma3", "gemma4") else {}
     yield from serve_kind(request.param, tmp_path, limit_mm_per_prompt=limits, skip_mm_profiling=True, **more)
 
 

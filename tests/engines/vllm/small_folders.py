@@ -35,7 +35,15 @@ def write(kind: str, folder: Path, like: str) -> Path:
 FEW: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 LOCAL: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 HY = {"expert_hidden_dim": 64, "first_k_dense_replace": 1, "route_norm": True, "qk_norm": True}
+BOTH = {"num_hidden_layers": 4, "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2}
+UNLIKE = {"head_dim": 32, "global_head_dim": 64, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+"""As in Gemma 4: full layers have one head of 64 dimensions where others have two of 32."""
+
 EXPERTS: dict[str, dict[str, Any]] = {
+    "gemma4_text": FEW
+    | BOTH
+    | UNLIKE
+    | {"enable_moe_block": True, "top_k_experts": 2, "hidden_size_per_layer_input": 0},
     "qwen3_moe": FEW | {"head_dim": 32},
     "mixtral": LOCAL,
     "olmoe": FEW,
@@ -58,8 +66,6 @@ EXPERTS: dict[str, dict[str, Any]] = {
 }
 """Kinds of models with experts, and what their configs say beside the sizes. GLM has none: vLLM runs it by the
 class of transformers."""
-
-BOTH = {"num_hidden_layers": 4, "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2}
 
 LATENTS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
 LATENTS |= {"num_key_value_heads": 4, "num_hidden_layers": 3, "tie_word_embeddings": False}
@@ -110,6 +116,14 @@ PICTURES: dict[str, dict[str, Any]] = {
             **{"image_size": 56, "patch_size": 14, "vision_use_head": False},
         },
     },
+    "gemma4": {
+        "audio_config": None,
+        "text_config": BOTH | UNLIKE | {"hidden_size_per_layer_input": 16, "tie_word_embeddings": True},
+        "vision_config": {
+            **{"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2},
+            **{"num_key_value_heads": 2, "head_dim": 32, "position_embedding_size": 64, "default_output_length": 70},
+        },
+    },
     "kimi_k25": {
         "projection_hidden_size": 64,
         "text_config": EXPERTS_AND_LATENTS | {"model_type": "deepseek_v3"},
@@ -136,6 +150,11 @@ IMAGE_TOKENS: dict[str, dict[str, str]] = {
     "gemma3": {
         **{"image_token_index": "<image_soft_token>", "boi_token_index": "<start_of_image>"},
         **{"eoi_token_index": "<end_of_image>"},
+    },
+    "gemma4": {
+        **{"image_token_id": "<|image>", "boi_token_id": "<|begin_image>", "eoi_token_id": "<|end_image>"},
+        **{"audio_token_id": "<|audio>", "boa_token_id": "<|begin_audio>", "eoa_token_id": "<|end_audio>"},
+        "video_token_id": "<|video|>",
     },
     "kimi_k25": {
         **{"image_token_id": "<|media_pad|>", "vision_start_token_id": "<|media_begin|>"},
@@ -176,7 +195,8 @@ def _write_experts(kind: str, folder: Path, like: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = _sizes(like) | {"intermediate_size": 128, "num_hidden_layers": 3}
-    config = AutoConfig.for_model(kind, **sizes, **EXPERTS[kind])
+    sizes["vocab_size_per_layer_input"] = sizes["vocab_size"]  # of Gemma 4
+    config = AutoConfig.for_model(kind, **(sizes | EXPERTS[kind]))
     _write(AutoModelForCausalLM.from_config, config, folder, like, norms=True)
 
 
@@ -185,7 +205,8 @@ def _write_pictures(kind: str, folder: Path, like: str) -> None:
     from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
     named = IMAGE_TOKENS[kind]
-    ends = {name.replace("_index", ""): token for name, token in named.items() if name.endswith("_token_index")}
+    said = "_token_id" if kind == "gemma4" else "_token_index"
+    ends = {name.rpartition("_")[0]: token for name, token in named.items() if name.endswith(said)}
     tokenizer = AutoTokenizer.from_pretrained(like, extra_special_tokens=ends)
     tokenizer.add_special_tokens({"additional_special_tokens": [*named.values(), "[IMG_BREAK]", "[IMG_END]"]})
     if kind == "gemma3":
@@ -194,6 +215,7 @@ def _write_pictures(kind: str, folder: Path, like: str) -> None:
     sizes = _sizes(like) | {"vocab_size": len(tokenizer), "num_hidden_layers": 3, "tie_word_embeddings": False}
     tokens = {name: tokenizer.convert_tokens_to_ids(token) for name, token in named.items()}
     text = sizes | parts["text_config"]
+    text["vocab_size_per_layer_input"] = sizes["vocab_size"]
     config = AutoConfig.for_model(kind, **(parts | {"text_config": text}), **tokens)
     _write(AutoModelForImageTextToText.from_config, config, folder, like, norms=True)
     _write_as_checkpoints(kind, folder / "model.safetensors")
@@ -205,6 +227,12 @@ def _write_pictures(kind: str, folder: Path, like: str) -> None:
     elif kind == "gemma3":
         images = transformers.Gemma3ImageProcessor(size={"height": 56, "width": 56})
         processor = transformers.Gemma3Processor(images, tokenizer, image_seq_length=4)
+    elif kind == "gemma4":
+        images, sounds = (
+            transformers.Gemma4ImageProcessor(max_soft_tokens=70),
+            transformers.Gemma4AudioFeatureExtractor(),
+        )
+        processor = transformers.Gemma4Processor(sounds, images, tokenizer, transformers.Gemma4VideoProcessor())
     elif kind == "glm4v_moe":
         images = transformers.Glm4vImageProcessor(patch_size=14, merge_size=2)
         videos = transformers.Glm4vVideoProcessor(patch_size=14, merge_size=2)
@@ -281,9 +309,7 @@ def _write_unlike_heads(folder: Path, like: str) -> None:
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
     sizes = _sizes(like)
-    heads = {"head_dim": 32, "global_head_dim": 64, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
-    more = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": sizes["vocab_size"]}
-    config = Gemma4TextConfig(**sizes, **BOTH, **heads, **more)
+    config = Gemma4TextConfig(**sizes, **BOTH, **UNLIKE, hidden_size_per_layer_input=0)
     _write(Gemma4ForCausalLM, config, folder, like, norms=True)
 
 

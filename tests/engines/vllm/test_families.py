@@ -48,6 +48,7 @@ MARKS = {
     **{"[IMG]": "[IMG]", "<start_of_image>": "<start_of_image> is it"},
     "<|media_pad|>": "<|media_begin|>image<|media_pad|><|media_end|>",
     "<|image|>": "<|begin_of_image|><|image|><|end_of_image|>",
+    "<|image>": "<|image>",
     **{"<|image_pad|>": "<|vision_start|><|image_pad|><|vision_end|>"},
 }
 """What stands for an image in a prompt, by a token that only its model has. Gemma 3's processor loses an image with a

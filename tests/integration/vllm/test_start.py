@@ -108,7 +108,8 @@ def engine(attention=None, **changes):
         model_config=SimpleNamespace(
             hf_text_config=SimpleNamespace(to_dict=lambda: config, num_kv_shared_layers=0),
             is_multimodal_model=False,
-            architecture="Gemma4ForConditionalGeneration",
+            architecture="Gemma3nForConditionalGeneration",
+            max_model_len=4096,
             enable_sleep_mode=False,
             enable_cumem_allocator=False,
         ),
@@ -230,7 +231,7 @@ def test_a_class_for_images_is_served_where_we_know_how_it_computes_text():
         ({"speculative_config": SimpleNamespace(method="custom_class")}, "custom_class"),
         ({"speculative_config": SimpleNamespace(method="mtp", use_multi_module_mtp=lambda: True)}, "chain of MTP"),
         ({"speculative_config": DRAFT, "attention": OfTwoSizes(SlidingWindowSpec(sliding_window=512))}, "its draft"),
-        ({"attention": OfTwoSizes(FullAttentionSpec())}, "full attention"),
+        ({"attention": OfTwoSizes(FullAttentionSpec(block_size=32))}, "full attention"),
         ({"attention": MambaSpec()}, "never served"),
         ({"attention": OfTwoSizes(MambaSpec())}, "never served"),
         ({"cache_config__cache_dtype": "fp8_per_token_head"}, "each head of each token"),
@@ -279,15 +280,30 @@ def test_layers_that_vllm_tells_apart_by_their_window_are_served_and_each_kind_i
     assert why_not(*engine(spec)) is None
     names, group = list(spec.kv_cache_specs), SimpleNamespace(kv_cache_spec=spec)
     assert read_layer_spec(group, names) is windowed
-    assert list_kinds(group, names) == [(windowed, names[::2]), (full, names[1::2])]
-    assert list_kinds(SimpleNamespace(kv_cache_spec=full), names) == [(full, names)]
+    layers = [SimpleNamespace(num_heads=8, num_kv_heads=8, head_size=64)] * 4
+    assert list_kinds(group, names, layers) == [(windowed, names[::2]), (full, names[1::2])]
+    assert list_kinds(SimpleNamespace(kv_cache_spec=full), names, layers) == [(full, names)]
+    layers[3] = SimpleNamespace(num_heads=16, num_kv_heads=8, head_size=64)
+    assert list_kinds(SimpleNamespace(kv_cache_spec=full), names, layers) == [(full, names[:3]), (full, names[3:])]
 
 
 @pytest.mark.usefixtures("known_sources")
-@pytest.mark.parametrize("other", [{"num_kv_heads": 4}, {"head_size": 96}, {"dtype": torch.half}, {"block_size": 32}])
-def test_layers_that_keep_tokens_in_other_sizes_are_refused(other):
-    full, another = FullAttentionSpec(**ALIKE), FullAttentionSpec(**ALIKE | other)
-    assert "full attention" in why_not(*engine(OneByOne(full, another)))
+def test_layers_may_have_heads_of_unlike_number_and_size_but_not_blocks_of_unlike_length():
+    full = FullAttentionSpec(**ALIKE)
+
+    def why_not_beside_it(**other):
+        return why_not(*engine(OneByOne(full, FullAttentionSpec(**ALIKE | other))))
+
+    assert why_not_beside_it(num_kv_heads=4, page_size_bytes=16384) is None
+    assert why_not_beside_it(head_size=96, page_size_bytes=49152) is None
+    assert "full attention" in why_not_beside_it(block_size=32)
+    assert "full attention" in why_not_beside_it(dtype=torch.half)
+    narrow = {"dtype": torch.uint8}
+    pair = FullAttentionSpec(**ALIKE | narrow), FullAttentionSpec(**ALIKE | narrow | {"head_size": 96})
+    assert "full attention" in why_not(*engine(OneByOne(*pair))), "in 8 bits they are all read alike"
+    spec = OneByOne(full, FullAttentionSpec(**ALIKE | {"block_size": 32}))
+    with pytest.raises(SemBlendError, match="different lengths"):
+        read_layer_spec(SimpleNamespace(kv_cache_spec=spec), list(spec.kv_cache_specs))
 
 
 @pytest.mark.usefixtures("known_sources")

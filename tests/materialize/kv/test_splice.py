@@ -14,10 +14,12 @@ from plain_attention import attend_plain  # noqa: E402
 
 from semblend.errors import InputError  # noqa: E402
 from semblend.materialize.kv import splice as splicing  # noqa: E402
-from semblend.materialize.kv.layout import KvLayout  # noqa: E402
-from semblend.materialize.kv.moves import DonorTensors, Move  # noqa: E402
+from semblend.materialize.kv.layout import KvLayout, UnlikeLayout  # noqa: E402
+from semblend.materialize.kv.moves import DonorTensors, Move, packed_shapes  # noqa: E402
 from semblend.materialize.kv.rope import RopeSpec  # noqa: E402
 from semblend.materialize.kv.splice import (  # noqa: E402
+    copy_layers,
+    gather_packed,
     gather_plain,
     gather_staged,
     splice,
@@ -68,6 +70,49 @@ def test_gathering_a_few_layers_at_a_time_equals_layer_by_layer(staged_layers, l
     gather_plain(layout, slots, *expected, layers)
     gather_staged(layout, slots, *got, layers)
     assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
+
+
+NARROW, WIDE = RopeSpec.plain(DIM), RopeSpec.plain(2 * DIM, theta=1e6)
+UNLIKE = dataclasses.replace(
+    WIDE, inv_freq=NARROW.inv_freq, rotary_dim=DIM, others=(WIDE.inv_freq,), layer_kinds=(0, 1, 0), sizes=(8, 16, 8)
+)
+"""Three heads of 8 dimensions, one of 16, three of 8: a row of a donor has 24 numbers."""
+
+
+def unlike_pool(seed: int) -> UnlikeLayout:
+    generator = torch.Generator().manual_seed(seed)
+    narrow = KvLayout.of_pool(*torch.randn(2, 2, SLOTS, 3, DIM, generator=generator))
+    wide = KvLayout.of_pool(*torch.randn(2, 1, SLOTS, 1, 2 * DIM, generator=generator))
+    return UnlikeLayout(((narrow, 0), (wide, 0), (narrow, 1)))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_layers_with_unlike_heads_are_captured_and_spliced_as_each_would_be_alone(packed):
+    ours, alone, slots = unlike_pool(0), unlike_pool(0), torch.randperm(SLOTS)
+    here, there = slots[:20], slots[20:40]
+    wide = copy_layers(ours, range(3), here)
+    assert wide[0].shape == (3, 20, 1, 24)
+    whole = DonorTensors(*wide)
+    if packed:
+        shapes = packed_shapes(3, 20, 1, 24)
+        parts = {name: torch.empty(shape, dtype=kind) for name, (shape, kind) in shapes.items()}
+        gather_packed(ours, here, parts)
+        whole = DonorTensors.of_parts(parts)
+    assert splice([Move(whole, 2, 18, there[2:], -7)], ours, UNLIKE) == 18
+    for number, (part, at) in enumerate(alone.parts):
+        k, v = part.gather(at, here[2:])
+        part.scatter(at, there[2:], (WIDE if number == 1 else NARROW).relocate(k, -7), v)
+        every = torch.arange(SLOTS)
+        for have, want in zip(ours.gather(number, every), alone.gather(number, every), strict=True):
+            torch.testing.assert_close(have, want, rtol=0, atol=0.05 if packed else 2e-6)
+        assert ours.keys(number, here).shape[1:] == (part.kv_heads, part.head_dim)
+
+
+def test_a_rotation_of_other_heads_than_the_layout_has_is_refused():
+    whole = DonorTensors(*copy_layers(unlike_pool(0), range(3), torch.arange(4)))
+    for other in (NARROW, dataclasses.replace(UNLIKE, sizes=(8, 8, 16))):
+        with pytest.raises(InputError, match="is for heads of"):
+            splice([Move(whole, 0, 4, torch.arange(4), 1)], unlike_pool(1), other)
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 8), st.integers(-5000, 5000)), max_size=5))

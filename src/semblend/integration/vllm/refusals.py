@@ -29,7 +29,8 @@ With a load in the request's own step and asynchronous scheduling vLLM answers w
 READ_TEXT_PLAINLY = frozenset(
     "Mistral3ForConditionalGeneration Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration "  # noqa: SIM905
     "Qwen3VLForConditionalGeneration Qwen3VLMoeForConditionalGeneration Glm4vForConditionalGeneration "
-    "Glm4vMoeForConditionalGeneration Gemma3ForConditionalGeneration KimiK25ForConditionalGeneration".split()
+    "Glm4vMoeForConditionalGeneration Gemma3ForConditionalGeneration KimiK25ForConditionalGeneration "
+    "Gemma4ForConditionalGeneration Gemma4UnifiedForConditionalGeneration".split()
 )
 """Classes for images that were run with us, and of which we know what a pass over text needs: token embeddings and
 positions, and of Qwen3-VL that what images add to its layers is set aside meanwhile. Which tokens of Gemma 3's images
@@ -306,7 +307,7 @@ def _refuse_groups(vllm_config: Any, groups: Sequence[Any]) -> str | None:
 def _share_blocks(specs: Sequence[Any]) -> bool:
     """Whether a block holds the same tokens in all layers. vLLM lists layers one by one where their heads differ, and
     0.26 on a GPU where only their windows do. Heads of unlike number or size are not read in 8 bits."""
-    narrow = any(getattr(spec.dtype, "itemsize", 2) == 1 for spec in specs)
+    narrow = any(getattr(getattr(spec, "dtype", None), "itemsize", 2) == 1 for spec in specs)
     same = ("block_size", "dtype", *(("num_kv_heads", "head_size") if narrow else ()))
     return len({tuple(getattr(spec, name, None) for name in same) for spec in specs}) == 1
 

@@ -242,7 +242,7 @@ def unfold(layout: Layout, layer: int, x: Tensor) -> Tensor:
     if not isinstance(layout, UnlikeLayout):
         return x
     part, _ = layout.parts[layer]
-    return x[:, 0, : part.kv_heads * part.head_dim].unflatten(-1, (part.kv_heads, part.head_dim))
+    return x[:, 0, : part.kv_heads * part.head_dim].reshape(-1, part.kv_heads, part.head_dim)
 
 
 def _read(pages: Tensor, slots: Tensor) -> Tensor:

@@ -257,12 +257,14 @@ def frequencies(config: Config, seq_len: int | None = None) -> tuple[tuple[float
 
 
 def _longrope(plain: list[float], parameters: Config, config: Config) -> tuple[tuple[float, ...], float]:
-    """Factors of Phi-3: one list while the engine holds no longer prompt than the model was trained for, else another."""
+    """Factors of Phi-3: of two lists, by whether the engine takes longer prompts than the model was trained for."""
     trained = _original_length(parameters, config)
     way = "long" if _number(config, LONGEST) > trained else "short"
     factors = parameters.get(f"{way}_factor")
     if not isinstance(factors, Sequence) or len(factors) != len(plain):
-        raise InputError(f"{way}_factor does not have a number for each of {len(plain)} pairs", hint="check config.json")
+        raise InputError(
+            f"{way}_factor does not have a number for each of {len(plain)} pairs", hint="check config.json"
+        )
     longer = _find_trained_length(config) / trained
     magnitude = math.sqrt(1 + math.log(longer) / math.log(trained)) if longer > 1 else 1.0
     scaled = (frequency / factor for frequency, factor in zip(plain, factors, strict=True))
@@ -598,9 +600,8 @@ class RopeSpec:
         if not self.layer_kinds:
             return self
         inv_freq = self.kinds[self.layer_kinds[layer]]
-        size = self.sizes[layer] if self.sizes else self.head_dim
-        alike = {"others": (), "layer_kinds": (), "sizes": ()}
-        return replace(self, head_dim=size, rotary_dim=2 * len(inv_freq), inv_freq=inv_freq, **alike)
+        size, dims = self.sizes[layer] if self.sizes else self.head_dim, 2 * len(inv_freq)
+        return replace(self, head_dim=size, rotary_dim=dims, inv_freq=inv_freq, others=(), layer_kinds=(), sizes=())
 
     def split(self, layers: int) -> list[tuple[list[int], RopeSpec]]:
         """Of so many layers those that rotate equally many dimensions, with the rotation of these.
@@ -616,8 +617,9 @@ class RopeSpec:
             alike = [kind for kind in self.kinds if len(kind) == pairs]
             members = [layer for layer, kind in enumerate(self.layer_kinds) if len(self.kinds[kind]) == pairs]
             kinds = tuple(alike.index(self.kinds[self.layer_kinds[layer]]) for layer in members)
-            named = {"inv_freq": alike[0], "others": tuple(alike[1:]), "layer_kinds": kinds}
-            found.append((members, replace(self, rotary_dim=2 * pairs, **named)))
+            first, *others = alike
+            rope = replace(self, rotary_dim=2 * pairs, inv_freq=first, others=tuple(others), layer_kinds=kinds)
+            found.append((members, rope))
         return found
 
     def cos_sin(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

@@ -113,8 +113,8 @@ def stage_on_device(move: Move, device: torch.device) -> Move:
 
 def check_moves(moves: Sequence[Move], layout: Layout, rope: RopeSpec, *, check_slots: bool = True) -> None:
     """Refuses, before anything is written, moves that do not fit the layout, the donors or the rotation."""
-    unlike = isinstance(layout, UnlikeLayout)
-    sizes = tuple(part.head_dim for part, _ in layout.parts) if unlike else (layout.head_dim,)
+    parts = layout.parts if isinstance(layout, UnlikeLayout) else ((layout, 0),)
+    sizes = tuple(part.head_dim for part, _ in parts)
     if sizes != (rope.sizes or (rope.head_dim,) * len(sizes)):
         raise InputError(
             f"the rotation is for heads of {rope.sizes or rope.head_dim} dimensions, the pool has {sizes}",

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property, partial
 from types import FrameType
 from typing import Any
@@ -92,26 +92,26 @@ class ModelInputs:
 
     @contextmanager
     def of_text(self, rows: Rows) -> Iterator[dict[str, Any]]:
-        """Arguments for a pass over these rows; images of the step are set aside until it is over."""
+        """Arguments for a pass over these rows. Set aside until it is over is what the model keeps for the step: images,
+        and embeddings of each layer (Gemma 4).
+        """
         tokens = rows.tokens.to(torch.int32)
-        embedded = self._model.embed_input_ids(tokens) if self._embeds else None
-        inputs = {
-            "input_ids": None if self._embeds else tokens,
-            "positions": self._place(rows.positions) if self._axes else rows.positions,
-            "inputs_embeds": embedded,
-        }
-        if embedded is None or not self.holds_images:
-            yield inputs
-            return
-        kept: list[Tensor] = getattr(self._model, _DEEPSTACK)
-        tokens_kept = getattr(self._model, _DEEPSTACK_TOKENS, None)
-        setattr(self._model, _DEEPSTACK, [torch.zeros_like(embedded)] * len(kept))
-        setattr(self._model, _DEEPSTACK_TOKENS, 0)
-        try:
-            yield inputs
-        finally:
-            setattr(self._model, _DEEPSTACK, kept)
-            setattr(self._model, _DEEPSTACK_TOKENS, tokens_kept)
+        with ExitStack() as after:
+            by_layer = getattr(self._model, "per_layer_embeddings", None)
+            if self._embeds and by_layer is not None:
+                after.callback(by_layer[: len(rows)].copy_, by_layer[: len(rows)].clone())
+            embedded = self._model.embed_input_ids(tokens) if self._embeds else None
+            if embedded is not None and self.holds_images:
+                kept: list[Tensor] = getattr(self._model, _DEEPSTACK)
+                nothing = [torch.zeros_like(embedded)] * len(kept)
+                for name, value in ((_DEEPSTACK, nothing), (_DEEPSTACK_TOKENS, 0)):
+                    after.callback(setattr, self._model, name, getattr(self._model, name, None))
+                    setattr(self._model, name, value)
+            yield {
+                "input_ids": None if self._embeds else tokens,
+                "positions": self._place(rows.positions) if self._axes else rows.positions,
+                "inputs_embeds": embedded,
+            }
 
     def _place(self, positions: Tensor) -> Tensor:
         """The same position on all axes, in memory that stays, for recorded passes."""

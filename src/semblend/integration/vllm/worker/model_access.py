@@ -92,8 +92,8 @@ class ModelInputs:
 
     @contextmanager
     def of_text(self, rows: Rows) -> Iterator[dict[str, Any]]:
-        """Arguments for a pass over these rows. Set aside until it is over is what the model keeps for the step: images,
-        and embeddings of each layer (Gemma 4).
+        """Arguments for a pass over these rows. Until it is over, what the model keeps for the step is set aside:
+        images, and embeddings of each layer (Gemma 4).
         """
         tokens = rows.tokens.to(torch.int32)
         with ExitStack() as after:

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any, TypeVar
 
+import numpy as np
+
 from semblend.discover.donor import ANSWERED, Eviction
 from semblend.errors import SemBlendError
 from semblend.facade import SemBlend
@@ -139,7 +141,9 @@ class WorkerDonors:
         """
         if not self._is_news(record, tokens):
             return None
-        kept = Prompt(record.source.all_token_ids[:tokens], namespace=record.prompt.namespace)
+        asked = record.prompt.token_ids  # read already: reading them of a list again would take longer than the rest
+        answer = np.asarray(record.source.all_token_ids[len(asked) : tokens], dtype=np.int32)
+        kept = Prompt(np.concatenate((asked[:tokens], answer)), namespace=record.prompt.namespace)
         return self._order(record, f"{record.request_id}{ANSWERED}", kept, block_ids, at_once=is_last)
 
     def _is_news(self, record: Record, tokens: int) -> bool:

@@ -43,6 +43,7 @@ from semblend.integration.vllm.worker.pass_attention import (
     compile_attention,
     count_recorded_parts,
     replace_attention,
+    scale_queries,
 )
 from semblend.integration.vllm.worker.quantised import NARROW_TYPES, check_quantised, check_scales, lay_out_quantised
 from semblend.materialize.contract import Capabilities, Layout, Observer, Rows, StopPass
@@ -275,7 +276,7 @@ class StockModel:
 
         def run(rows: Rows, queries: Tensor, attend: Attend) -> Tensor:
             def keep_queries(number: int, q: Tensor) -> Tensor:
-                queries[number].copy_(q[-queries.shape[1] :])
+                queries[number].copy_(scale_queries(layers[number], q[-queries.shape[1] :]))
                 return attend(number, q)
 
             return self._run_pass(rows, None, keep_queries)

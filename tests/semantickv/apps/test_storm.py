@@ -102,7 +102,8 @@ def test_a_thousand_streams_are_held_at_once():
             await side.send_chunk(b"")
 
         async with ScriptedEngine(default=hold) as engine:
-            app = build_router(EdgeSettings(replicas=(engine.url,), trace=False))
+            patient = EdgeSettings(replicas=(engine.url,), trace=False, connect_timeout_s=300)  # a thousand at once
+            app = build_router(patient)
             clients = []
             for number in range(1000):
                 body = json.dumps({"number": number}).encode()

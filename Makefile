@@ -85,9 +85,9 @@ types: setup
 kernels: setup
 	@$(BIN)/python -m tools.compile_kernels
 
-# A unit test that hangs is ended, with the stacks of its threads.
+# A unit test that hangs fails, with the stacks of its threads; one that does not even hear a signal is ended with its process.
 unit: kernels
-	$(PYTEST) -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true -m "not slow"
+	$(PYTEST) -p pytest_timeout --timeout=600 -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true -m "not slow"
 
 # What failed last, again: on its own, one after the other.
 once-more:
@@ -95,7 +95,7 @@ once-more:
 
 test-all: $(ALL_READY)
 	$(BIN)/semblend models pull $(MODEL)
-	$(PYTEST) -p schemathesis.pytest.plugin -m slow
+	$(PYTEST) -p schemathesis.pytest.plugin -p pytest_timeout --timeout=900 -m slow
 
 coverage: setup
 	$(BIN)/coverage run -m pytest -m "not slow"

@@ -53,7 +53,8 @@ log = pathlib.Path({str(tmp_path)!r}) / "log.txt"
 server = ServerProcess([sys.executable, "-c", "import time; time.sleep(600)"], log)
 try:
     print(server.process.pid, flush=True)
-    time.sleep(600)
+    while True:
+        time.sleep(0.1)  # a signal that comes right before one long sleep would be heard behind it
 finally:
     server.kill()
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,9 +15,10 @@ from semblend.integration.vllm import refusals, source_check
 from semblend.integration.vllm.refusals import find_multi_connector, is_of_vllm, refusal
 from semblend.integration.vllm.settings import ConnectorSettings
 from semblend.integration.vllm.startup_checks import choose_gate
-from semblend.integration.vllm.worker.model_access import check_caches, list_kinds, read_layer_spec
+from semblend.integration.vllm.worker.model_access import check_caches, check_rotation, list_kinds, read_layer_spec
 from semblend.integration.vllm.worker.quantised import NARROW_LOSS
 from semblend.materialize.gate.thresholds import PassageOrder, RiskFeatures
+from semblend.materialize.kv.rope import RopeSpec
 
 
 def made_by(module, name="MultiConnector", ask=find_multi_connector, **settings):
@@ -388,6 +390,43 @@ def test_caches_that_a_donor_could_not_hold_are_refused_where_they_are_seen():
         check_caches(names, [plain.to(torch.uint8)], [SimpleNamespace()])
     with pytest.raises(SemBlendError, match="list"):
         check_caches(names, [[plain, plain]], [SimpleNamespace()])
+
+
+LAYER = SimpleNamespace(num_heads=4, num_kv_heads=2, head_size=16)
+WIDE, NARROW = RopeSpec.plain(16, theta=1e4), RopeSpec.plain(16, theta=5e5)
+
+
+def rotate_as(rope):
+    """A layer of vLLM's that rotates so."""
+
+    def rotate(at, query, key):
+        turned = rope.rotate(key.view(len(at), 2, 16), *rope.cos_sin(at, key.dtype))
+        return query, turned.flatten(1)
+
+    return rotate
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_engine_that_rotates_keys_otherwise_than_we_do_is_found_at_its_start(dtype):
+    like = torch.empty(0, dtype=dtype)
+    ours = replace(WIDE, others=(NARROW.inv_freq, NARROW.inv_freq[:4], (0.0,) * 8), layer_kinds=(0, 1, 2, 3))
+    theirs = [rotate_as(ours.of_layer(layer)) for layer in range(4)]
+    check_rotation(theirs, [LAYER] * 4, ours, 40_000, like)
+    check_rotation([*theirs[:3], theirs[0]], [LAYER] * 4, ours, 40_000, like)  # a module that the layer does not use
+    check_rotation([None] * 4, [LAYER] * 4, ours, 40_000, like)
+    slower = replace(WIDE, inv_freq=(*WIDE.inv_freq[:-1], WIDE.inv_freq[-1] * 0.9))
+    for other in (NARROW, slower, replace(WIDE, style="interleaved"), ours.of_layer(2)):
+        with pytest.raises(SemBlendError, match="layer 0 are rotated otherwise"):
+            check_rotation([rotate_as(other), *theirs[1:]], [LAYER] * 4, ours, 40_000, like)
+    with pytest.raises(SemBlendError, match="layer 2 are rotated otherwise"):
+        check_rotation([*theirs[:2], theirs[1], theirs[3]], [LAYER] * 4, ours, 40_000, like)
+
+
+def test_a_layer_whose_rotation_cannot_be_tried_is_left_to_the_canary():
+    def of_another_kind(at):
+        raise AssertionError("not reached")
+
+    check_rotation([of_another_kind], [LAYER], WIDE, 4096, torch.empty(0))
 
 
 def test_an_unknown_version_and_changed_sources_are_refused(monkeypatch):

@@ -232,8 +232,12 @@ class StockModel:
 
     @torch.inference_mode()
     def check(self) -> None:
-        """Raise where this engine's attention is not what passes of ours need; seen at its start, of latents and 8 bits
-        only."""
+        """Raise where this engine does not compute what our passes and moves need; seen at its start."""
+        if not self.keeps_latents:
+            modules = dict(self._model.named_modules())
+            rotaries = [getattr(modules.get(name.rpartition(".")[0]), "rotary_emb", None) for name in self._names]
+            like = torch.empty(0, dtype=self._config.model_config.dtype, device=self.device)
+            check_rotation(rotaries, self.layers, self.rope, int(self._config.model_config.max_model_len), like)
         if self.keeps_latents:
             assert isinstance(self.layout, LatentLayout)
             describe = partial(self._describe_to, self._names[0])
@@ -386,6 +390,40 @@ def find_windowed(layers: Sequence[Any]) -> frozenset[int]:
     if len(windowed) == len(layers):
         raise SemBlendError("no layer has full attention", hint="such models run without reuse")
     return windowed
+
+
+ROTATION_ERROR = 0.05
+"""Far above rounding (0.01 in bfloat16), and far below what any other frequency or pairing gives."""
+Rotate = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""How a layer of vLLM's rotates queries and keys, ``[n, heads * size]`` each, at their positions."""
+
+
+def check_rotation(
+    rotaries: Sequence[Rotate | None], layers: Sequence[Any], rope: RopeSpec, longest: int, like: Tensor
+) -> None:
+    """Raise where a layer rotates a key to another place than we do: what we know of a family is held against
+    transformers, and a config may say something that only vLLM's class reads.
+
+    ``rotaries``: None for a layer of which it is not known. ``like``: the type of keys, and where they are.
+    """
+    here, far, generator = torch.arange(2, device=like.device), longest - 4, torch.Generator().manual_seed(0)
+    for number, (rotate, layer) in enumerate(zip(rotaries, layers, strict=True)):
+        ours = rope.of_layer(number)
+        if rotate is None or not any(ours.inv_freq):  # a layer that does not rotate may have the module all the same
+            continue
+        shape = (len(here), layer.num_kv_heads, layer.head_size)
+        key = torch.randn(shape, generator=generator).to(like)
+        query = torch.zeros(len(here), layer.num_heads * layer.head_size).to(like)
+        try:
+            turned = (rotate(at, query.clone(), key.flatten(1).clone())[1].view(shape) for at in (here, here + far))
+            first, last = turned
+        except Exception as error:  # a module of another kind; the canary looks at every load all the same
+            log.info("SemBlend could not see how layer %d rotates: %s", number, error)
+            return
+        off = float((ours.relocate(first, far) - last).abs().max() / last.abs().max())
+        if not off < ROTATION_ERROR:
+            why = f"keys of layer {number} are rotated otherwise by vLLM than by us (off by {off:.2g})"
+            raise SemBlendError(why, hint="such models run without reuse")
 
 
 def check_caches(names: Sequence[str], caches: Sequence[Tensor], layers: Sequence[Any]) -> torch.dtype | None:

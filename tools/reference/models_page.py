@@ -188,7 +188,8 @@ def models_markdown() -> str:
         "",
         "By `model_type` of a config.json; of a model that reads images, of its text. *With a flag*: vLLM's "
         "`--disable-hybrid-kv-cache-manager`. *Run*: a whole engine; the rotation of every family that vLLM serves is "
-        "held against its model in transformers. Behind Dynamo an engine serves what it serves alone; vLLM was run "
+        "held against its model in transformers, and each engine of vLLM tries at its start that its own layers rotate "
+        "so. Behind Dynamo an engine serves what it serves alone; vLLM was run "
         "there with SmolLM2-135M on a CPU. TensorRT-LLM's integration was [never run](trtllm.md).",
         "",
         "| family | vLLM | SGLang | transformers | embedded | run | quality measured |",

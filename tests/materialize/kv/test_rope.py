@@ -320,6 +320,10 @@ def test_gemma_4_has_heads_of_two_sizes_and_says_how_each_kind_of_layer_rotates(
     silent = {name: value for name, value in config.items() if name != "rope_parameters"}
     assert "rope_theta" in (refusal(silent, by_layer=True) or "")
     assert rope.cannot_follow(RopeSpec.from_hf_config(own | {"global_head_dim": 64})) is not None
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    alike = {"full_attention": plain | {"partial_rotary_factor": 0.5}, "sliding_attention": plain}
+    rope = RopeSpec.from_hf_config(config | {"rope_parameters": alike})
+    assert [rope.of_layer(layer).head_dim for layer in range(4)] == [16, 32, 16, 32], "also where they turn alike"
 
 
 def test_an_old_gemma_config_scales_its_full_layers_only():

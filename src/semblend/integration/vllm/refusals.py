@@ -32,9 +32,10 @@ READ_TEXT_PLAINLY = frozenset(
     "Glm4vMoeForConditionalGeneration Gemma3ForConditionalGeneration KimiK25ForConditionalGeneration "
     "Gemma4ForConditionalGeneration Gemma4UnifiedForConditionalGeneration".split()
 )
-"""Classes for images that were run with us, and of which we know what a pass over text needs: token embeddings and
-positions, and of Qwen3-VL that what images add to its layers is set aside meanwhile. Which tokens of Gemma 3's images
-see each other is said in the step's description for attention, and ours says nothing of it. Others may keep more in the
+"""Classes for images that were run with us (but for Gemma 4's unified one, which takes its text from the other), and of
+which we know what a pass over text needs: token embeddings and positions, and that what images add to layers of
+Qwen3-VL, and Gemma 4's embeddings of each layer, are set aside meanwhile. Which tokens of Gemma's images see each other
+is said in the step's description for attention, and ours says nothing of it. Others may keep more in the
 model while a step runs."""
 DRAFTS = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator", "draft_model", "eagle", "eagle3", "mtp")
 NEVER_RECURRENT = (

@@ -586,7 +586,7 @@ class RopeSpec:
             dynamic=rope_parameters(config)["rope_type"] == "dynamic",
             rotary_start=size - rotated if config.get("kv_lora_rank") else 0,
             others=tuple(kinds[1:]),
-            layer_kinds=tuple(map(kinds.index, by_layer)) if len(kinds) > 1 else (),
+            layer_kinds=tuple(map(kinds.index, by_layer)) if max(len(kinds), len(set(sizes))) > 1 else (),
             sizes=sizes if len(set(sizes)) > 1 else (),
         )
 

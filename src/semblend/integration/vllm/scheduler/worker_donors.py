@@ -141,7 +141,7 @@ class WorkerDonors:
         """
         if not self._is_news(record, tokens):
             return None
-        asked = record.prompt.token_ids  # read already: reading them of a list again would take longer than the rest
+        asked = record.prompt.token_ids  # read once, whoever asks first: to read a long list takes longer than the rest
         answer = np.asarray(record.source.all_token_ids[len(asked) : tokens], dtype=np.int32)
         kept = Prompt(np.concatenate((asked[:tokens], answer)), namespace=record.prompt.namespace)
         return self._order(record, f"{record.request_id}{ANSWERED}", kept, block_ids, at_once=is_last)

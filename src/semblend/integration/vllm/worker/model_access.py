@@ -233,15 +233,15 @@ class StockModel:
     @torch.inference_mode()
     def check(self) -> None:
         """Raise where this engine does not compute what our passes and moves need; seen at its start."""
-        if not self.keeps_latents:
-            modules = dict(self._model.named_modules())
-            rotaries = [getattr(modules.get(name.rpartition(".")[0]), "rotary_emb", None) for name in self._names]
-            like = torch.empty(0, dtype=self._config.model_config.dtype, device=self.device)
-            check_rotation(rotaries, self.layers, self.rope, int(self._config.model_config.max_model_len), like)
         if self.keeps_latents:
             assert isinstance(self.layout, LatentLayout)
             describe = partial(self._describe_to, self._names[0])
             check_latents(self.layers[0], self.layout, self._caches[0], describe)
+        else:
+            modules = dict(self._model.named_modules())
+            rotaries = [getattr(modules.get(name.rpartition(".")[0]), "rotary_emb", None) for name in self._names]
+            like = torch.empty(0, dtype=self._config.model_config.dtype, device=self.device)
+            check_rotation(rotaries, self.layers, self.rope, int(self._config.model_config.max_model_len), like)
         if self.narrow is not None:
             number = next(number for number, layer in enumerate(self.layers) if layer.sliding_window is None)
             choose = partial(choose_attention, layers=[self.layers[number]], grouped=False)

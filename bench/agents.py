@@ -30,7 +30,7 @@ from lib.embedded_server import EmbeddedArms
 from lib.quality_cases import choose_chat_form
 from lib.run_picture import ONE_RUN
 from lib.sglang_server import CPU_FLAGS, SglangServer
-from lib.vllm_runs import Budget, Rows, add_engine_arguments, read_arguments, write_report
+from lib.vllm_runs import Budget, Rows, add_engine_arguments, read_arguments, take_turn, write_report
 from lib.vllm_server import VllmServer
 
 ANSWER_TOKENS = 16
@@ -129,17 +129,19 @@ def measure(args: argparse.Namespace) -> None:
     scripts = [one for one in read_scripts(args.scripts) if not args.lengths or one.length in args.lengths]
     scripts = [one for one in scripts if not args.kinds or one.kind in args.kinds]
     longest = max(len(step.ids) for one in scripts for step in one.steps) + ANSWER_TOKENS + 32
-    engine, rows, budget = Engine(args, longest), Rows(args.rows), Budget(args.budget_s)
+    engine, rows = Engine(args, longest), Rows(args.rows)
     try:
         engine.wait()
-        for number, script in enumerate(scripts[: args.most or None]):
-            if budget.is_used_up:
-                break
-            if rows.find(script=script.name, engine=args.engine):
-                continue
-            for row in run_script(engine, script):
-                rows.add(row | {"engine": args.engine, "model": Path(args.model).name})
-            reporting.progress(f"script {number + 1} of {len(scripts)}")
+        with take_turn(args.turn):
+            budget = Budget(args.budget_s)
+            for number, script in enumerate(scripts[: args.most or None]):
+                if budget.is_used_up:
+                    break
+                if rows.find(script=script.name, engine=args.engine):
+                    continue
+                for row in run_script(engine, script):
+                    rows.add(row | {"engine": args.engine, "model": Path(args.model).name})
+                reporting.progress(f"script {number + 1} of {len(scripts)}")
     finally:
         engine.stop()
 

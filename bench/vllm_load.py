@@ -34,16 +34,19 @@ from lib.vllm_runs import (
 
 from semblend.materialize.donors.places import MOST_HOST
 
-ENGINES = {"stock": ("stock",), "device": ("fast", "balanced"), "host": ("balanced-host", "fast-host")}
+ENGINES = {"stock": ("stock",), "default": ("balanced-default", "fast-default"), "device": ("fast", "balanced"),
+           "host": ("balanced-host", "fast-host")}  # fmt: skip
 """One process each, and the kinds that it measures: a request says its mode."""
 KINDS = {
     "stock": "stock vLLM",
-    "balanced-host": "balanced",
-    "fast-host": "fast",
+    "balanced-default": "balanced, nothing set",
+    "fast-default": "fast, nothing set",
+    "balanced-host": "balanced, donors in host memory",
+    "fast-host": "fast, donors in host memory",
     "balanced": "balanced, donors on the GPU",
     "fast": "fast, donors on the GPU",
 }
-"""In the order of the table: donors lie in host memory unless `donor_device_bytes` is set, and the mode is balanced."""
+"""In the order of the table. With nothing set, donors lie on the GPU and in host memory as the connector decides."""
 COLUMNS = (
     "load", "engine", "donor_device_bytes", "TTFT p50 ms", "TTFT p99 ms", "TTFT max ms", "ITL p50 ms", "ITL p99 ms",
     "ITL max ms", "decode tokens/s", "of these in time", "arrivals in time", "arrivals",
@@ -147,7 +150,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_engine_arguments(parser, "vllm_load")
     names = [load.name for load in LOADS]
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["stock", *ENGINES["default"]])
     parser.add_argument("--loads", nargs="+", choices=names, default=names)
     parser.add_argument("--document", type=int, default=24_000, help="shared tokens of an arrival")
     parser.add_argument("--decode-prompt", type=int, default=1024, help="tokens of a prompt that then decodes")

@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 from lib.vllm_loads import ITL_GOAL_MS, TTFT_GOAL_MS
-from lib.vllm_runs import Budget, Rows, add_engine_arguments, read_arguments, write_report
+from lib.vllm_runs import Budget, Rows, add_engine_arguments, read_arguments, take_turn, write_report
 from lib.vllm_server import VllmServer
 
 KINDS = {"document": 0.5, "new": 0.15, "chat": 0.2, "short": 0.15}
@@ -158,22 +158,24 @@ def measure(args: argparse.Namespace, pool_tokens: int) -> None:
     for name, extra in extras.items():
         (folder / name).mkdir()
         servers[name] = VllmServer(args.model, folder / name, flags, extra)
-    rows, budget = Rows(args.rows), Budget(args.budget_s)
+    rows = Rows(args.rows)
     try:
         for server in servers.values():
             server.wait()
-        fill = traffic.draw(args.fill / 10, 10)
-        for name, server in servers.items():
-            serve(server, fill, "fill")
-            reporting.progress(f"{name}: {len(fill)} requests sent before measuring")
-        for number, rate in enumerate(args.rates):
-            requests = traffic.draw(rate, args.seconds)
-            for name in sorted(servers, reverse=bool(number % 2)):
-                if budget.is_used_up:
-                    return
-                found = serve(servers[name], requests, f"r{number}")
-                rows.add({"server": name, "rate": rate, "number": number} | summarize(found, len(requests)))
-                reporting.progress(f"{name}: {rate} a second")
+        with take_turn(args.turn):
+            budget = Budget(args.budget_s)
+            fill = traffic.draw(args.fill / 10, 10)
+            for name, server in servers.items():
+                serve(server, fill, "fill")
+                reporting.progress(f"{name}: {len(fill)} requests sent before measuring")
+            for number, rate in enumerate(args.rates):
+                requests = traffic.draw(rate, args.seconds)
+                for name in sorted(servers, reverse=bool(number % 2)):
+                    if budget.is_used_up:
+                        return
+                    found = serve(servers[name], requests, f"r{number}")
+                    rows.add({"server": name, "rate": rate, "number": number} | summarize(found, len(requests)))
+                    reporting.progress(f"{name}: {rate} a second")
     finally:
         for server in servers.values():
             server.stop()

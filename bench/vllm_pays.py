@@ -38,7 +38,7 @@ from typing import Any
 
 import numpy as np
 from lib.real_texts import leval, longbench, qmsum
-from lib.vllm_runs import Budget, Rows, add_engine_arguments, read_arguments, write_report
+from lib.vllm_runs import Budget, Rows, add_engine_arguments, read_arguments, take_turn, write_report
 from lib.vllm_server import VllmServer
 from vllm_http import DATASETS, INSTRUCTIONS, QUESTIONS, Prompts
 
@@ -138,23 +138,21 @@ def measure(args: argparse.Namespace) -> None:
         for name, server in servers.items():
             server.wait()
             reporting.progress(f"{name} answers")
-        budget = Budget(args.budget_s)
-        for number in range(args.cases):
-            asked = []
-            for length in args.lengths:
-                for dataset in DATASETS:
-                    if budget.is_used_up:
-                        break
-                    key = {"model": model, "dataset": dataset, "length": length, "number": number}
-                    if rows.find(**key):
-                        continue
-                    asked.append(key | {"arms": Case(servers, words, key, counts).run()})
-            add_receipts(asked, servers)
-            for row in asked:
-                rows.add(row)
-            reporting.progress(f"round {number}")
-            if budget.is_used_up:
-                break
+        with take_turn(args.turn):
+            budget = Budget(args.budget_s)
+            for number in range(args.cases):
+                if budget.is_used_up:
+                    break
+                asked = []
+                for length in args.lengths:
+                    for dataset in DATASETS:
+                        key = {"model": model, "dataset": dataset, "length": length, "number": number}
+                        if not budget.is_used_up and not rows.find(**key):
+                            asked.append(key | {"arms": Case(servers, words, key, counts).run()})
+                add_receipts(asked, servers)
+                for row in asked:
+                    rows.add(row)
+                reporting.progress(f"round {number}")
     finally:
         for server in servers.values():
             server.stop()

@@ -4,8 +4,8 @@
     python bench/vllm_ttft.py --shape tiny --lengths 512 --dtype float32 --eager --memory 0.1 --rounds 3    # a CPU
     python bench/vllm_ttft.py --cells FILE.jsonl --finished-only # tables from cells that were measured before
 
-Three engines after each other on one machine, each in a process of its own (`lib/vllm_engine.py`): stock vLLM; with our
-connector and donors on the device; with donors in host memory. Arms of a round: cold (opted out of reuse), miss (looked
+Engines after each other on one machine, each in a process of its own (`lib/vllm_engine.py`): stock vLLM; with our
+connector and nothing set about donors; with donors on the device; in host memory. Arms of a round: cold (opted out of reuse), miss (looked
 up in vain, and kept as a donor), exact (vLLM's own prefix hit, another question behind it), fast (also with another
 question), balanced (10 % repaired; with random weights the gate accepts after that). Random weights and random tokens:
 speed, not quality. Cells are appended as they come.
@@ -25,14 +25,14 @@ from typing import Any
 import lib.reporting as reporting  # first: it holds the numeric libraries to one thread
 from lib.ttft_tables import break_even
 
-ENGINES = ("stock", "device", "host")
+ENGINES = ("stock", "default", "device", "host")
 Cells = list[dict[str, Any]]
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     reporting.add_common_arguments(parser, "vllm_ttft")
-    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
+    parser.add_argument("--engines", nargs="+", default=["stock", "default"], choices=ENGINES)
     parser.add_argument("--shape", default="qwen2.5-7b")
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 12288, 16384, 24576, 32768])
     parser.add_argument("--rounds", type=int, default=15)

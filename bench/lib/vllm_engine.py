@@ -2,8 +2,8 @@
 
     PYTHONPATH=bench python -m lib.vllm_engine ENGINE CELLS.jsonl '{"lengths": [4096], "rounds": 15, ...}'
 
-ENGINE is ``stock``, or where the connector keeps donors: ``device`` or ``host``. A shape has dummy weights (real speed
-of that architecture, no real text). Every cell is appended to CELLS as soon as it is measured, errors too.
+ENGINE is ``stock``, or where the connector keeps donors: ``default`` (where it decides), ``device`` or ``host``. A shape
+has dummy weights (real speed of that architecture, no real text). Every cell is appended to CELLS as soon as it is measured, errors too.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ TINY = QWEN2_5_7B | {
 SHAPES = {"qwen2.5-7b": QWEN2_5_7B, "tiny": TINY}
 KINDS = ("outcome", "reused_tokens", "recomputed_tokens", "prefill_tokens", "exact_tokens", "risk", "escalations",
          "lookup_ms", "load_ms", "compute_ms", "canary")  # fmt: skip
+PLACES = ("donor_device_bytes", "donor_host_bytes")
 ACCEPT_AFTER_10 = {"kl_10": 1e9, "kl_20": 1e9, "kl_40": 1e9}
 """A random model's distributions mean nothing: accept after the first repair, so that 10 % is what is timed."""
 
@@ -81,14 +82,14 @@ class Engine:
         if not self.task.get("model"):
             named["thresholds"] = str(folder / "thresholds.json")
             (folder / "thresholds.json").write_text(Thresholds(**ACCEPT_AFTER_10).to_json(), encoding="utf-8")
-        budget = int(self.task["donor_bytes"])
+        budget, tier = int(self.task["donor_bytes"]), self.kind
+        places = {name: budget if name == f"donor_{tier}_bytes" else 0 for name in PLACES} if tier != "default" else {}
         return KVTransferConfig(
             kv_connector="SemBlendConnectorV1",
             kv_connector_module_path="semblend.integration.vllm.connector_v1",
             kv_role="kv_both",
             kv_connector_extra_config={
-                "donor_device_bytes": budget if self.kind == "device" else 0,
-                "donor_host_bytes": budget if self.kind == "host" else 0,
+                **places,
                 "reset_drops_donors": False,
                 # The canary's rows are computed; random weights, of which KV follows the text in front, pass it.
                 **({} if self.task.get("model") else {"deep_tolerance": 1e9}),
@@ -172,7 +173,7 @@ def ttft(engine: Engine, length: int, rounds: int) -> dict[str, Any]:
             asked["fast"] = engine.tokens(SHIFTED) + document + question, {"quality": "fast"}
             other = engine.tokens(SHIFTED + 4) + document + engine.tokens(QUESTION)
             asked["fast, other question"] = other, {"quality": "fast"}
-        if engine.kind == "device":
+        if engine.kind in ("default", "device"):
             asked["balanced"] = engine.tokens(SHIFTED + 8) + document + question, {"quality": "balanced"}
         for arm, (ids, extra) in asked.items():
             found = engine.ask(ids, **extra)

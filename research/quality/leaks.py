@@ -1,6 +1,6 @@
 """What of a removed tool result shows in later answers: facts, codes and injected instructions, by mode, against cold.
 
-    PYTHONPATH=src python research/quality/leaks.py MODEL_FOLDER OUT.jsonl [CASES A KIND]
+    PYTHONPATH=src python research/quality/leaks.py MODEL_FOLDER OUT.jsonl [CASES A KIND] [DEVICE]
 
 A history of three tool results is computed, with the planted text in the first. Then the first is replaced by a
 placeholder, and the planted text is asked for. `with it` is the history before the edit, `cold` the edited one without
@@ -50,9 +50,10 @@ def read_texts() -> list[str]:
 def main() -> None:
     folder, out = sys.argv[1], open(sys.argv[2], "a", encoding="utf-8")
     count = int(sys.argv[3]) if len(sys.argv) > 3 else 6
+    device = sys.argv[4] if len(sys.argv) > 4 else "cpu"
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(device)
     reuse = TransformersReuse(model, config=SemBlendConfig(learn_costs=False, control_share=0.0, embedder="none"))
     rng, texts = random.Random(0), read_texts()
 
@@ -63,7 +64,7 @@ def main() -> None:
             talk += [{"role": "assistant", "content": f"Tool result {number + 1}: {text}"}, {"role": "user", "content": "Go on."}]
         talk[-1] = {"role": "user", "content": question}
         text = tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
-        return torch.tensor([tokenizer(text)["input_ids"]])
+        return torch.tensor([tokenizer(text)["input_ids"]], device=device)
 
     for number in range(count):
         for kind in KINDS:
@@ -80,7 +81,7 @@ def main() -> None:
             ):  # fmt: skip
                 cache = reuse.prepare(prompt, tenant=tenant, quality=mode)
                 held = cache.prepared_tokens
-                tail = torch.cat((prompt[:, held:], torch.tensor([secret])), 1)
+                tail = torch.cat((prompt[:, held:], torch.tensor([secret], device=device)), 1)
                 with torch.inference_mode():
                     logits = model(tail, past_key_values=cache).logits[0, -len(secret) - 1 : -1].float()
                 nats = float(-logits.log_softmax(-1)[range(len(secret)), secret].mean())

@@ -2,12 +2,13 @@
 
     PYTHONPATH=src:bench:tests/engines/vllm python research/vllm/classes_gpu.py OUT.jsonl TOKENIZER_FOLDER [CLASS ...] [--tiny]
 
-Weights are random: real kernels and real speed, no real text. One engine a class, in a process of its own. In each:
+Weights are random: real kernels and real speed, no real text. One engine a class, in a process of its own; with TURN=FILE
+several start side by side and are timed one by one. In each:
 
     moved     a document under another instruction: its keys in layer 0 against a cold prefill's, as a share of the largest
     in place  the same prompt again after vLLM's cache was emptied: KV of all layers, and the tokens of the answer
     poisoned  blocks are filled with a large number before each load, so that what nobody wrote would be seen
-    ms        TTFT of a cold prompt, an exact hit, and both modes, `LENGTH` tokens, medians of `ROUNDS`
+    ms        TTFT of a cold prompt, of one in which nothing is reusable, an exact hit, and both modes, by length: medians
 
 `again` is the yardstick of `in place`: the prompt computed a second time by vLLM alone.
 """
@@ -26,6 +27,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from lib.vllm_runs import take_turn
+
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VLLM_USE_FLASHINFER_SAMPLER="0",
@@ -33,9 +36,11 @@ os.environ.update(
     VLLM_LOGGING_LEVEL="INFO" if "gpt-oss-20b" in sys.argv else "WARNING",  # it was declined, and nobody saw why
     HF_HUB_OFFLINE="1",
 )
-LENGTH, ROUNDS, ANSWER = (1024, 1, 8) if "--tiny" in sys.argv else (8192, 8, 8)
+TIMED, ANSWER = ({1024: 1} if "--tiny" in sys.argv else {8192: 10, 24576: 5}), 8
+LENGTH = max(TIMED)
 ITEMS = 60 if "--tiny" in sys.argv else 600
 FULL = {"disable_hybrid_kv_cache_manager": True}
+EIGHT_BITS = {"kv_cache_dtype": "fp8"}
 GUESSES = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 4096,
         "beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707}  # fmt: skip
@@ -46,13 +51,15 @@ def list_classes() -> dict[str, tuple[Any, dict[str, Any], dict[str, Any]]]:
     import transformers as hf
 
     small = {"num_hidden_layers": 4}
+
+    def make_7b(**more: Any) -> Any:
+        return hf.Qwen2Config(**{
+            "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+            "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False, **more})  # fmt: skip
+
     return {
-        "qwen2.5-7b, n-gram": (
-            lambda **more: hf.Qwen2Config(**{
-                "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
-                "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False, **more}),
-            small, GUESSES,
-        ),
+        "qwen2.5-7b, n-gram": (make_7b, small, GUESSES),
+        "qwen2.5-7b, fp8 cache": (make_7b, small, EIGHT_BITS),
         "qwen3-30b-a3b": (
             lambda **more: hf.Qwen3MoeConfig(**{
                 "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48,
@@ -85,7 +92,9 @@ def list_classes() -> dict[str, tuple[Any, dict[str, Any], dict[str, Any]]]:
     }  # fmt: skip
 
 
-NAMES = ("qwen3-30b-a3b", "gemma-3-12b", "gpt-oss-20b", "deepseek-v2-lite", "qwen2.5-7b, n-gram")
+NAMES = ("gemma-3-12b", "deepseek-v2-lite", "qwen2.5-7b, fp8 cache", "gpt-oss-20b", "qwen3-30b-a3b", "qwen2.5-7b, n-gram")
+KV_GB = {"gemma-3-12b": 26}
+"""Where 4 GB do not hold two prompts: 48 layers of full length."""
 
 
 def make_weights_speak(model: Any) -> None:
@@ -99,6 +108,8 @@ def make_weights_speak(model: Any) -> None:
                 weights.normal_(0, 0.02, generator=made)
             elif "sink" in name:
                 weights.normal_(0, 1, generator=made)
+            elif "norm" in name and weights.dim() == 1:
+                weights.fill_(1.0)  # an 8-bit cache would round all keys of a thousandth to zero
 
 
 class Heard(logging.Filter):
@@ -149,12 +160,13 @@ def start(name: str, tokenizer: str, folder: Path, tiny: bool) -> Any:
     AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
     (folder / "thresholds.json").write_text(Thresholds(1e9, 1e9, 1e9).to_json())
     extra = {"quality": "fast", "learn_costs": False, "control_share": 0.0}
-    extra |= {"thresholds": str(folder / "thresholds.json"), "deep_tolerance": 0, "donor_host_bytes": 8 << 30}
+    extra |= {"thresholds": str(folder / "thresholds.json"), "deep_tolerance": 0}
+    extra |= {"donor_device_bytes": 0 if tiny else 2 << 30, "donor_host_bytes": (1 if tiny else 24) << 30}
     heard = Heard()
     logging.getLogger("vllm.semblend").addFilter(heard)
     llm = LLM(
         model=str(folder), load_format="dummy", dtype="bfloat16", max_model_len=LENGTH + 512, max_num_batched_tokens=8192,
-        max_num_seqs=16, gpu_memory_utilization=0.1, kv_cache_memory_bytes=(1 if tiny else 4) << 30, enable_prefix_caching=True,
+        max_num_seqs=16, gpu_memory_utilization=0.1, kv_cache_memory_bytes=(1 if tiny else KV_GB.get(name, 4)) << 30, enable_prefix_caching=True,
         disable_log_stats=False, enforce_eager=tiny, **engine,
         kv_transfer_config=KVTransferConfig(
             kv_connector="SemBlendConnectorV1", kv_connector_module_path=MODULE, kv_role="kv_both",
@@ -221,13 +233,11 @@ def check(world: Any) -> dict[str, Any]:
     return found
 
 
-def time_arms(world: Any) -> dict[str, Any]:
+def time_arms(world: Any, length: int, rounds: int) -> dict[str, Any]:
     """Medians of TTFT; each round has a document of its own."""
-    world.start()
-    world.worker.load, world.worker.capture = world._real["load"], world._real["capture"]
     arms: dict[str, list[float]] = {}
-    for number in range(ROUNDS + 2):
-        document = world.document(100 + number, LENGTH)[: LENGTH - 200]
+    for number in range(rounds + 2):
+        document = world.document(100 * length + number, length)[: length - 200]
         for arm, lead, asked in (
             ("cold", 2, {"opt_out": True}), ("miss", 3, {}), ("exact", 3, {"opt_out": True}),
             ("fast", 4, {"quality": "fast"}), ("balanced", 5, {"quality": "balanced"}),
@@ -248,7 +258,10 @@ def run(name: str, tokenizer: str, out: Path, tiny: bool) -> None:
             world = start(name, tokenizer, Path(folder), tiny)
             row["start s"] = round(time.monotonic() - begun, 1)
             row["check"] = check(world)
-            row["ttft"] = time_arms(world)
+            world.start()
+            world.worker.load, world.worker.capture = world._real["load"], world._real["capture"]
+            with take_turn(os.environ.get("TURN", "")):
+                row["ttft"] = {length: time_arms(world, length, rounds) for length, rounds in TIMED.items()}
     except BaseException:  # the file must say it: the machine may be gone when we look
         row["error"] = traceback.format_exc()[-4000:]
         print(row["error"], file=sys.stderr, flush=True)

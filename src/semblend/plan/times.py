@@ -24,8 +24,10 @@ Floats = npt.NDArray[np.float64]
 
 AT_ONCE = "balanced at once"
 """The path of mode balanced where donors are known so well that the first repair needs no look before it."""
-PASSES: Mapping[str, int] = MappingProxyType({"fast": 1, "balanced": 2, AT_ONCE: 1})
-"""How many passes a reuse takes, by path, where nothing goes wrong."""
+EDITED = "balanced, edited"
+"""Its path for edited histories: all that is not exact goes through the first layers, then one pass repairs."""
+PASSES: Mapping[str, int] = MappingProxyType({"fast": 1, "balanced": 2, AT_ONCE: 1, EDITED: 2})
+"""How many passes a reuse takes, by path, where nothing goes wrong; the first layers wait for a verdict as one does."""
 PAYS_BELOW = 0.95
 """A reuse is begun where it is expected to take less than this share of a prefill."""
 ROW_PRICE = 1.3
@@ -208,7 +210,7 @@ def solve_not_negative(rows: Floats, target: Floats) -> Floats:
 class TimeModel:
     """What an engine was seen to take. Thread-safe.
 
-    ``path``: the quality mode whose passes a reuse takes (`semblend.quality.find_path`), or `AT_ONCE`.
+    ``path``: the quality mode whose passes a reuse takes (`semblend.quality.find_path`), `AT_ONCE` or `EDITED`.
     """
 
     def __init__(self) -> None:

@@ -533,7 +533,7 @@ def describe_outcome(outcome: Blended | Rejected | Decline) -> LoadResult:
         **measured,
         reused_tokens=outcome.reused_tokens,
         recomputed_tokens=outcome.recomputed_tokens,
-        passes=len(outcome.passes),
+        passes=sum(one.layers == outcome.passes[-1].layers for one in outcome.passes),
         reason=DeclineReason.QUALITY_RISK if all_computed else None,
         detail=f"all {outcome.recomputed_tokens} donor tokens were computed after all" if all_computed else "",
         recomputed_runs=outcome.recomputed_runs,

@@ -32,7 +32,7 @@ from semblend.materialize.gate.thresholds import PlanShape
 from semblend.plan.cost import explain_lost_donor
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
 from semblend.plan.selection import keep_in_order, leave_out_repetitions
-from semblend.plan.times import AT_ONCE, NOTHING, PASSES, PAYS_BELOW, Forecast, Timed, TimeModel, Work
+from semblend.plan.times import AT_ONCE, EDITED, NOTHING, PASSES, PAYS_BELOW, Forecast, Timed, TimeModel, Work
 from semblend.quality import choose_quality, read_nats
 from semblend.session.edit_debts import EditDebts, EditedHistory
 from semblend.session.lineage import Lineage
@@ -304,10 +304,9 @@ class Sessions:
         tokens, exact = plan.prompt_tokens, plan.exact_tokens
         end = tokens if self.traits.samples else min(tokens, self.find_claim_end(session, plan) + 1)
         repaired = max(self.quality.steps[0].percent, plan.repair) if session.is_gated else 0
-        at_once = session.is_gated and self.outcomes.takes_one_pass(plan, session.mode)
-        work = count_work(plan.until(end), self.quality, repaired / 100, at_once=at_once)
+        path = self.outcomes.foresee_path(plan, session.mode)
+        work = count_work(plan.until(end), self.quality, repaired / 100, at_once=path in (AT_ONCE, EDITED))
         tail = Work.of_prefill(tokens, end) if end < tokens else NOTHING
-        path = AT_ONCE if at_once else session.path
         forecast = self.times.expect(path, work, tail, Work.of_prefill(tokens, exact))
         return Expectation(work, tail, forecast, name_kind(plan, read_nats(session.mode)), path)
 
@@ -515,7 +514,7 @@ class Sessions:
                     self.semblend.metrics.compared(found.kind, found.ratio, found.low, found.high)
         elif session.loads_begun == 1 and expected is not None and result is not None and not session.shares:
             forecast = expected.forecast
-            as_expected = not session.is_gated or (result.passes == 1) == (expected.path == AT_ONCE)
+            as_expected = not session.is_gated or (result.passes == 1) == (expected.path in (AT_ONCE, EDITED))
             if not result.failed and result.reason is None and as_expected and self.config.learn_costs:
                 self.times.note_reuse(expected.path, expected.work, expected.tail, ms)
             if session.plan is not None and (session.is_gated or forecast.timed):

@@ -42,6 +42,20 @@ def test_a_document_under_another_instruction_is_reused(world):
     assert output.outputs[0].token_ids[:1] == cold.outputs[0].token_ids[:1]
 
 
+def test_a_prompt_whose_last_token_begins_a_block_is_reused_in_mode_balanced(world):
+    """vLLM gives a load blocks for what it claims; the gate looks at the last token too, which vLLM computes."""
+    document, block = world.document(61), world.worker._block_tokens
+    world.ask(world.instruction(1) + document + world.question())
+    target = world.instruction(5) + document + world.question("How many words are there?")
+    target = target[: len(target) // block * block + 1]
+    (output,) = world.ask(target, quality="balanced")
+    receipt = world.receipt(output)
+    assert receipt["outcome"] == "backend_materialized_reuse", receipt["detail"]
+    assert adds_up(receipt)
+    (again,) = world.ask(target, opt_out=True)
+    assert output.outputs[0].token_ids[:1] == again.outputs[0].token_ids[:1]
+
+
 def test_moved_keys_of_layer_0_are_exact_and_copied_values_are_bitwise(world):
     document = world.document(2)
     target = world.instruction(4) + document + world.question()

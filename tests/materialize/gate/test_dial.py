@@ -38,6 +38,7 @@ from semblend.materialize.gate.thresholds import (
 )
 from semblend.plan.reuse_plan import DeclineReason, ReusePlan
 from semblend.plan.selection import leave_out_repetitions
+from semblend.plan.times import EDITED
 from semblend.plan.times import Forecast
 from semblend.prompt import Namespace
 from semblend.span import Span
@@ -121,8 +122,8 @@ def test_an_edited_history_goes_by_the_dial_that_was_measured_on_such_and_takes_
     memory = OutcomeMemory(thresholds)
     assert Gate.of(thresholds, CLEARED, 0.02).dial is edits
     assert Gate.of(thresholds, WHOLE, 0.02).dial is TABLE
-    assert memory.takes_one_pass(CLEARED)
-    assert not memory.takes_one_pass(WHOLE)  # nobody has asked about its donor yet
+    assert memory.foresee_path(CLEARED) == EDITED
+    assert memory.foresee_path(WHOLE) == "balanced"  # nobody has asked about its donor yet
     assert PlanShape.of(CLEARED).kind != PlanShape.of(WHOLE).kind
     assert Thresholds.from_json(thresholds.to_json()) == thresholds
 
@@ -147,7 +148,7 @@ def test_where_edits_were_not_measured_a_part_of_a_donor_keeps_the_strict_thresh
     thresholds = Thresholds(0.01, 0.01, 0.01, dial=TABLE)
     gate = Gate.of(thresholds, CLEARED, 0.02)
     assert (gate.dial, gate.is_edited) == (None, False)
-    assert not OutcomeMemory(thresholds).takes_one_pass(CLEARED)
+    assert OutcomeMemory(thresholds).foresee_path(CLEARED) == "balanced"
 
 
 @given(st.sampled_from(MEASURES), nats, nats)

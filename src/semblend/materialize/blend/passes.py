@@ -119,19 +119,19 @@ class BlendState:
     def of(cls, target: Target, plan: ReusePlan, device: torch.device, spans: tuple[Span, ...]) -> BlendState:
         """The state of a prompt whose slots lie on ``device``; refused where plan and prompt do not fit together."""
         if target.slots is None:
-            raise Refused(DeclineReason.VALIDATION_FAILED, "the prompt has no slots yet")
+            raise Refused(DeclineReason.ERROR, "the prompt has no slots yet")
         tokens = torch.as_tensor(target.tokens, dtype=torch.long)[: plan.prompt_tokens].cpu()
         context = target.slots[: plan.prompt_tokens].to(device)
         if not 0 <= plan.exact_tokens < plan.prompt_tokens == len(tokens) == len(context):
             raise Refused(
-                DeclineReason.VALIDATION_FAILED,
+                DeclineReason.ERROR,
                 f"a plan for {plan.prompt_tokens} tokens ({plan.exact_tokens} exact), {len(tokens)} tokens, "
                 f"{len(context)} slots",
             )
         end = plan.exact_tokens
         for span in spans:
             if span.target_start < end or span.length < 1 or span.target_end > plan.prompt_tokens:
-                raise Refused(DeclineReason.VALIDATION_FAILED, f"{span} does not lie in order inside the prompt")
+                raise Refused(DeclineReason.ERROR, f"{span} does not lie in order inside the prompt")
             end = span.target_end
         computed = np.zeros(plan.prompt_tokens, dtype=bool)
         return cls(tokens, context, spans, plan.exact_tokens, list_reused_positions(spans), computed)

@@ -24,7 +24,7 @@ from semblend.materialize.gate.thresholds import (
     Thresholds,
 )
 from semblend.plan.reuse_plan import Decline, DeclineReason, ReusePlan
-from semblend.plan.times import PAYS_BELOW, Forecast
+from semblend.plan.times import AT_ONCE, EDITED, PAYS_BELOW, Forecast
 from semblend.prompt import Namespace
 from semblend.quality import GATED_MODE, MODE_NATS, find_path, read_nats
 
@@ -266,16 +266,21 @@ class OutcomeMemory:
         with self._lock:
             return self._find(namespace, name_kind(plan, read_nats(quality))).choose_repair()
 
-    def takes_one_pass(self, plan: ReusePlan, quality: str = GATED_MODE) -> bool:
-        """Whether one pass is likely to do: of an edited history, or where earlier questions have shown what matters
-        in its donors."""
-        if self._thresholds is None:
-            return False
+    def foresee_path(self, plan: ReusePlan, quality: str = GATED_MODE) -> str:
+        """The passes that such a plan is likely to take: one of `PASSES`.
+
+        One pass does for an edited history, and where earlier questions have shown what matters in its donors.
+        """
+        path = find_path(quality)
+        if path != GATED_MODE or self._thresholds is None:
+            return path
         gate = Gate.of(self._thresholds, plan, read_nats(quality))
-        if not gate.sees_at_once or gate.is_edited:
-            return gate.sees_at_once
+        if not gate.sees_at_once:
+            return path
+        if gate.is_edited:
+            return EDITED
         with self._lock:
-            return all(donor_id in self._donors for donor_id in plan.donor_ids)
+            return AT_ONCE if all(donor_id in self._donors for donor_id in plan.donor_ids) else path
 
     def learn(
         self,

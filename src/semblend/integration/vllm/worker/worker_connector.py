@@ -51,6 +51,8 @@ log = logging.getLogger("vllm.semblend")
 
 SAY_AGAIN_S = 60.0
 """A failure of the same kind is logged once in this time, with how often it came; every one of them is reported."""
+NOBODYS = 0
+"""The first block of vLLM's pool holds no request's KV: its slots may be written."""
 
 
 class FailureLog:
@@ -199,10 +201,7 @@ class WorkerConnector(RefusingConnector):
         self.failures = FailureLog()
 
     def warm_up(self) -> None:
-        """Everything that a first request would wait for. Only on a GPU; a failure leaves it to that request.
-
-        The first block of vLLM's pool is nobody's: its slots may be written.
-        """
+        """Everything that a first request would wait for. Only on a GPU; a failure leaves it to that request."""
         if self._model.device.type != "cuda":
             return
         try:
@@ -210,7 +209,8 @@ class WorkerConnector(RefusingConnector):
             # Taken once and left with the allocator: what donors in host memory are brought through, piece by piece.
             torch.empty(STAGED_BYTES, dtype=torch.uint8, device=self._model.device)
             self._warm_up_model()
-            nobodys = torch.zeros(min(MANY_ROWS["cuda"], self._quality.chunk_tokens), dtype=torch.int64)
+            rows = min(MANY_ROWS["cuda"], self._quality.chunk_tokens)
+            nobodys = torch.full((rows,), NOBODYS * self._block_tokens, dtype=torch.int64)
             self.own_bytes = max(0, free - torch.cuda.mem_get_info(self._model.device)[0])
             load = self._time_load(nobodys)
             passes = time_passes(self._model, nobodys.to(self._model.device))
@@ -484,7 +484,13 @@ class WorkerConnector(RefusingConnector):
         return (yield from blender.prepare_in_pieces(*placed, mode=load.mode))
 
     def _place(self, load: Load) -> tuple[Placed, ReusePlan]:
-        context = slots_of_blocks(load.block_ids, self._block_tokens, load.plan_tokens, self._model.device)
+        """vLLM has given blocks for what was claimed, which is all but the last token. The gate looks at that one too:
+        where it begins a block, it goes into the first of vLLM's pool, which is nobody's.
+        """
+        blocks, given = load.block_ids, len(load.block_ids) * self._block_tokens
+        if given == load.plan_tokens - 1:
+            blocks = (*blocks, NOBODYS)
+        context = slots_of_blocks(blocks, self._block_tokens, load.plan_tokens, self._model.device)
         # Widened by numpy: torch wakes all its threads for so many numbers, which takes milliseconds.
         tokens = torch.from_numpy(np.array(load.tokens, dtype=np.int64))
         plan = ReusePlan(

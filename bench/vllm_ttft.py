@@ -5,10 +5,10 @@
     python bench/vllm_ttft.py --cells FILE.jsonl --finished-only # tables from cells that were measured before
 
 Engines after each other on one machine, each in a process of its own (`lib/vllm_engine.py`): stock vLLM; with our
-connector and nothing set about donors; with donors on the device; in host memory. Arms of a round: cold (opted out of reuse), miss (looked
-up in vain, and kept as a donor), exact (vLLM's own prefix hit, another question behind it), fast (also with another
-question), balanced (10 % repaired; with random weights the gate accepts after that). Random weights and random tokens:
-speed, not quality. Cells are appended as they come.
+connector and nothing set about donors; with donors on the device; in host memory. Arms of a round: cold (opted out of
+reuse), miss (looked up in vain, and kept as a donor), exact (vLLM's own prefix hit, another question behind it), fast
+(also with another question), balanced (10 % repaired; with random weights the gate accepts after that). Random weights
+and random tokens: speed, not quality. Cells are appended as they come.
 """
 
 from __future__ import annotations

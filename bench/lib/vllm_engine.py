@@ -2,8 +2,9 @@
 
     PYTHONPATH=bench python -m lib.vllm_engine ENGINE CELLS.jsonl '{"lengths": [4096], "rounds": 15, ...}'
 
-ENGINE is ``stock``, or where the connector keeps donors: ``default`` (where it decides), ``device`` or ``host``. A shape
-has dummy weights (real speed of that architecture, no real text). Every cell is appended to CELLS as soon as it is measured, errors too.
+ENGINE is ``stock``, or where the connector keeps donors: ``default`` (where it decides), ``device`` or ``host``. A
+shape has dummy weights (real speed of that architecture, no real text). Every cell is appended to CELLS as soon as it
+is measured, errors too.
 """
 
 from __future__ import annotations

@@ -70,22 +70,26 @@ INHERITED = 2.0
 """KV may answer another question than the one it was judged with if so many times its risk would still do."""
 
 
-def explain_no_room(risk: float | None, quality: str) -> str | None:
+def explain_no_room(risk: float | None, quality: str, *, any_question: bool = False) -> str | None:
     """Why KV of this expected divergence may not answer a question that the gate has not seen; None where it may.
+
+    ``any_question``: it was neither repaired nor judged by a question, so the next one is as good as the first.
 
     >>> explain_no_room(0.005, "balanced"), explain_no_room(None, "fast")
     (None, None)
     >>> explain_no_room(0.015, "balanced")
     'it was judged with another question: 2 times 0.015 nats are more than 0.02'
+    >>> explain_no_room(0.015, "balanced", any_question=True)
     """
     nats = read_nats(quality)
     if nats == math.inf:
         return None
     if risk is None:
         return "it was not judged"
-    if INHERITED * risk <= nats:
+    times = 1.0 if any_question else INHERITED
+    if times * risk <= nats:
         return None
-    return f"it was judged with another question: {INHERITED:g} times {risk:.3g} nats are more than {nats:g}"
+    return f"it was judged with another question: {times:g} times {risk:.3g} nats are more than {nats:g}"
 
 
 def _read_number(value: object) -> float | None:

@@ -41,11 +41,11 @@ def world():
 
 def serve(world, name="one", tokens=FIRST, said=40, **rest):
     """A request that is loaded, and answered."""
-    risk = rest.pop("risk", None)
+    loaded = {"risk": rest.pop("risk", None), "passes": rest.pop("passes", 2)}
     request = FakeRequest(name, tokens, **rest)
     claimed, orders = world.admit(request)
     assert claimed
-    world.served(orders, risk=risk)
+    world.served(orders, **loaded)
     request.say(said)
     return request
 
@@ -406,6 +406,22 @@ def test_a_turn_goes_on_only_where_the_risk_leaves_room_for_another_question(wor
         assert world.half.count_matched(FakeRequest("two", NEXT, **asked), BLOCK) is not None
     go_on(world, "equal", one, FIRST, **asked)
     assert world.half.finish("equal").detail == "", "the gate has judged this very question"
+
+
+@pytest.mark.parametrize(("risk", "passes", "goes"), [(0.019, 1, True), (0.021, 1, False), (0.019, 2, False)])
+def test_the_turn_behind_an_edit_has_its_risk_where_no_question_was_looked_at(world, risk, passes, goes):
+    """One pass repairs what deviates, whatever is asked; a second one repaired what the first question reads."""
+    asked = {"kv_transfer_params": {"semblend": {"quality": "balanced"}}}
+    long = [*range(10_000, 10_900)]
+    world.donor("long", long)
+    cleared = [*range(2000, 2017), *long[:300], *long[420:], *range(3000, 3010)]
+    one = serve(world, tokens=cleared, risk=risk, passes=passes, **asked)
+    following = [*cleared, *ANSWER, *range(4000, 4030)]
+    if goes:
+        go_on(world, "two", one, following, **asked)
+        assert world.half.finish("two").risk == risk
+    else:
+        assert world.half.count_matched(FakeRequest("two", following, **asked), BLOCK) is not None
 
 
 def test_a_turn_teaches_nothing_about_how_long_loads_and_prefills_take():

@@ -38,8 +38,7 @@ from semblend.materialize.gate.thresholds import (
 )
 from semblend.plan.reuse_plan import DeclineReason, ReusePlan
 from semblend.plan.selection import leave_out_repetitions
-from semblend.plan.times import EDITED
-from semblend.plan.times import Forecast
+from semblend.plan.times import EDITED, Forecast
 from semblend.prompt import Namespace
 from semblend.span import Span
 

@@ -8,6 +8,7 @@ does with all others.
 
 The whole prompt counts, the question too: in mode balanced the gate chose and judged for it. A next turn asks another
 question, so it goes on only where the risk leaves room for that (`explain_no_room`), else it is planned for itself.
+An edited history is repaired where its tokens deviate, whatever is asked: its next turn has the risk of the first.
 
 A prompt that was edited once more begins like the one that was loaded, up to the edit (`join_part`). Nobody holds that
 beginning exactly, so it goes on from there where that is quicker than what donors offer (`Sessions.goes_on`).
@@ -24,6 +25,7 @@ from typing import Any
 
 from semblend.integration.vllm.scheduler.prefix_locks import PrefixLocks
 from semblend.integration.vllm.scheduler.records import Record, Share
+from semblend.materialize.gate.thresholds import PlanShape
 from semblend.plan.reuse_plan import ReusePlan
 from semblend.quality import explain_no_room
 from semblend.session.session import NEVER, LoadResult
@@ -90,7 +92,7 @@ class SharedBlocks:
                     return True
             elif self._is_exact_further(share, local_tokens):
                 continue
-            elif share.prompt_tokens == len(record.prompt) or not explain_no_room(share.result.risk, record.mode):
+            elif share.prompt_tokens == len(record.prompt) or _has_room(share, record.mode):
                 self._join(record, share, local_tokens, share.prompt_tokens)
                 return True
         return False
@@ -102,7 +104,7 @@ class SharedBlocks:
             return None, 0
         held, begun = share.plan.until(common).reused_tokens, share.plan.spans[0].target_start
         is_same = held > 0 and common - begun - held >= NEW_IN_COMMON
-        return (share, common) if is_same and not explain_no_room(share.result.risk, record.mode) else (None, 0)
+        return (share, common) if is_same and _has_room(share, record.mode) else (None, 0)
 
     def join_part(self, record: Record, local_tokens: int, share: Share, common_tokens: int) -> None:
         """As `join`, for a prompt that begins like one that was loaded: `find_edited` says how far."""
@@ -222,3 +224,11 @@ class SharedBlocks:
         for mark in share.marks:
             if self._begun.get(mark) is share:
                 del self._begun[mark]
+
+
+def _has_room(share: Share, mode: str) -> bool:
+    """Whether what was loaded for one question may answer another."""
+    result = share.result
+    assert result is not None, "it was loaded"
+    any_question = result.passes == 1 and PlanShape.of(share.plan).revises  # `EDITED`: nothing hung on the question
+    return explain_no_room(result.risk, mode, any_question=any_question) is None

@@ -41,8 +41,8 @@ KINDS = {
     "stock": "stock vLLM",
     "balanced-default": "balanced, nothing set",
     "fast-default": "fast, nothing set",
-    "balanced-host": "balanced, donors in host memory",
-    "fast-host": "fast, donors in host memory",
+    "balanced-host": "balanced",
+    "fast-host": "fast",
     "balanced": "balanced, donors on the GPU",
     "fast": "fast, donors on the GPU",
 }

@@ -95,10 +95,9 @@ VLLM: tuple[Feature, ...] = (
     Feature(
         "latent attention (MLA): DeepSeek-V2, V3 and R1, Kimi K2, GLM-4.7-Flash",
         SupportLevel.YES,
-        "run on a CPU, with random weights in the shapes of DeepSeek-V2 and V3. On an H200 V2-Lite, compiled, was "
-        "declined by its canary, which allows latents more since; it was not run there again. Each engine checks at "
-        "its start that its backend attends as our passes ask, and is declined if not. So it is with MLA switched off, "
-        "an 8-bit cache, sparse attention (index_topk) and other model types",
+        "run on a CPU, with random weights in the shapes of DeepSeek-V2 and V3, and of V2-Lite on an H200. Each engine "
+        "checks at its start that its backend attends as our passes ask, and is declined if not. So it is with MLA "
+        "switched off, an 8-bit cache, sparse attention (index_topk) and other model types",
         f"{_VLLM_ENGINES}/test_latents.py",
     ),
     Feature(

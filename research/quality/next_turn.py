@@ -1,14 +1,19 @@
-"""The step behind an edited one: go on with KV that was moved and repaired, or move and repair again for the new prompt?
+"""The step behind an edited one: go on with KV that was moved and repaired, or move and repair for the new prompt?
 
     PYTHONPATH=src:bench python research/quality/next_turn.py MODEL.gguf SCRIPTS.json.gz ROWS.jsonl [--budget-s S]
     PYTHONPATH=src:bench python research/quality/next_turn.py --tables ROWS.jsonl …
+    PYTHONPATH=src:bench python research/quality/next_turn.py --plans SCRIPTS.json.gz
 
 Scripts are those of `lib.agent_scripts`, with four steps: an agent's prompt (the donor), the next one with an edited
 history, and the one after it, which begins with all of the edited one. `go on` keeps the edited step's slots
-(`at-once-10`) and computes what is new behind them; `anew` plans the prompt for itself from the same donor, by the same
-recipe; `fast, go on` is `go on` behind KV that was moved, with heads of spans computed and no repair. Each against a cold
-prefill: divergence along cold's own greedy answer, agreement of the most likely token, word F1 of greedy answers.
-`rerun` is cold again, in chunks. One row a case, as it comes; a second run goes on. Intervals: bootstrap over runs.
+(`at-once-10`) and computes what is new behind them; `anew` plans the prompt for itself from the same donor, by the
+same recipe; `fast, go on` is `go on` behind KV that was moved, with heads of spans computed and no repair. Each
+against a cold prefill: divergence along cold's own greedy answer, agreement of the most likely token, word F1 of
+greedy answers. `rerun` is cold again, in chunks. One row a case, as it comes; a second run goes on. Intervals:
+bootstrap over runs.
+
+What the repair of an edited history computes again goes by layer 1, which sees nothing of what comes later: where the
+next plan moves the same tokens, both ways make the same KV. `--plans` counts how often it does, without a model.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -32,8 +38,11 @@ from torch import Tensor
 from semblend import Prompt, ReusePlan, SemBlend, SemBlendConfig
 from semblend.engine.model.model import DecoderModel
 from semblend.engine.model.tokenizer import ModelTokenizer
+from semblend.materialize.blend.passes import first_rows
+from semblend.materialize.blend.quality import QualitySettings
 from semblend.materialize.donors.tiers import DonorKv
-from semblend.materialize.gate.thresholds import DEFAULT
+from semblend.materialize.gate.thresholds import DEFAULT, PlanShape
+from semblend.plan.selection import leave_out_repetitions, list_reused_positions
 
 REPAIRED, FAST = "at-once-10", "fast"
 ANSWER_TOKENS = 16
@@ -161,6 +170,31 @@ class NextTurn(Lab):
         return found
 
 
+# -- Plans, without a model -------------------------------------------------------------------------------------------
+
+
+def list_moved(case: Case) -> tuple[bool, list[int], list[int]]:
+    """Whether the plan is an edited history's, what it moves, and what of that the first pass does not compute."""
+    plan = leave_out_repetitions(ReusePlan(case.spans, len(case.tokens), case.exact_tokens))
+    moved = list_reused_positions(plan.spans)
+    first = first_rows(len(case.tokens), case.exact_tokens, plan.spans, QualitySettings())
+    return PlanShape.of(plan).is_edited, moved.tolist(), np.setdiff1d(moved, first).tolist()
+
+
+def show_plans(scripts: Iterable[Script]) -> None:
+    """By length and kind: how many plans of the next prompt move what the edited prompt's plan moves, and no more."""
+    found: dict[tuple[int, str], list[tuple[bool, bool, bool]]] = {}
+    for script in scripts:
+        if script.kind in EDITS:
+            _, donor, edited, after = (step.ids for step in script.steps)
+            now, then = (list_moved(plan_case(script, donor, tokens)) for tokens in (edited, after))
+            found.setdefault((script.length, script.kind), []).append((now == then, now[0], then[0]))
+    print(f"{'':22}{'n':>4}{'same':>6}{'edited history':>16}{'and next':>10}")
+    for (length, kind), each in sorted(found.items()):
+        same, first, after = (sum(column) for column in zip(*each, strict=True))
+        print(f"{length:<8}{kind:14}{len(each):>4}{same:>6}{first:>16}{after:>10}")
+
+
 # -- Tables ------------------------------------------------------------------------------------------------------------
 
 
@@ -183,7 +217,8 @@ def bootstrap(rows: Sequence[Row], value: Callable[[Sequence[Row]], float]) -> t
     for row in rows:
         runs.setdefault(row["run"], []).append(row)
     groups, rng = list(runs.values()), np.random.default_rng(0)
-    drawn = [value([row for i in rng.integers(len(groups), size=len(groups)) for row in groups[i]]) for _ in range(DRAWS)]
+    draws = rng.integers(len(groups), size=(DRAWS, len(groups)))
+    drawn = [value([row for i in draw for row in groups[i]]) for draw in draws]
     low, high = np.quantile(drawn, (0.025, 0.975))
     return float(low), float(high)
 
@@ -194,6 +229,10 @@ def mean_kl(rows: Sequence[Row], step: str, arm: str) -> float:
 
 def mean_difference(rows: Sequence[Row], one: str, other: str) -> float:
     return mean_kl(rows, "next", one) - mean_kl(rows, "next", other)
+
+
+def grow(rows: Sequence[Row], arm: str, before: str) -> float:
+    return mean_kl(rows, "next", arm) / mean_kl(rows, "edited", before)
 
 
 def show(title: str, rows: Sequence[Row]) -> None:
@@ -209,20 +248,42 @@ def show(title: str, rows: Sequence[Row]) -> None:
     if runs < 2:
         return
     for one, other in (("go on", "anew"), ("fast, go on", "go on"), ("fast, go on", "anew")):
-        low, high = bootstrap(rows, lambda drawn, one=one, other=other: mean_difference(drawn, one, other))
+        low, high = bootstrap(rows, partial(mean_difference, one=one, other=other))
         larger = sum(row["next"][one]["kl"] > row["next"][other]["kl"] for row in rows)
         print(f"{one} - {other}: {mean_difference(rows, one, other):+.5f} [{low:+.5f}, {high:+.5f}], "
               f"larger in {larger} of {len(rows)}")  # fmt: skip
     for arm, before in (("go on", REPAIRED), ("anew", REPAIRED), ("fast, go on", FAST)):
-        ratio = lambda drawn, arm=arm, before=before: mean_kl(drawn, "next", arm) / mean_kl(drawn, "edited", before)  # noqa: E731
+        ratio = partial(grow, arm=arm, before=before)
         low, high = bootstrap(rows, ratio)
         print(f"next, {arm} / edited, {before}: {ratio(rows):.2f} [{low:.2f}, {high:.2f}]")
+
+
+def has_same_plan(row: Row) -> bool:
+    """Whether the next prompt's plan repaired what the edited one's did, by the number of tokens."""
+    ours, theirs = (row["next"][arm] for arm in ("go on", "anew"))
+    return (ours["reused"], ours["recomputed"]) == (theirs["reused"], theirs["recomputed"])
+
+
+def is_at_once(row: Row) -> bool:
+    """Whether the edited step was repaired in one pass, without a look at the question."""
+    passes = row["edited"][REPAIRED]["passes"]
+    return bool(passes) and passes[0][0] == "deviation"
 
 
 def show_all(rows: Sequence[Row]) -> None:
     for model in dict.fromkeys(row["model"] for row in rows):
         mine = [row for row in rows if row["model"] == model]
-        show(f"{model}, all but handed over", [row for row in mine if row["kind"] != "handed_over"])
+        at_once = [row for row in mine if is_at_once(row)]
+        parts = {
+            "all": mine,
+            "edited path": at_once,
+            "edited path, next plan moves the same": [row for row in at_once if has_same_plan(row)],
+            "edited path, next plan moves something else": [row for row in at_once if not has_same_plan(row)],
+            "repaired by the question's attention": [row for row in mine if not is_at_once(row)],
+        }
+        for title, part in parts.items():
+            if part:
+                show(f"{model}, {title}", part)
         for kind in EDITS:
             if found := [row for row in mine if row["kind"] == kind]:
                 show(f"{model}, {kind}", found)
@@ -230,15 +291,21 @@ def show_all(rows: Sequence[Row]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("files", nargs="+", metavar="FILE", help="model, scripts and rows; with --tables, rows")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="model, scripts and rows; else rows, or scripts")
     parser.add_argument("--tables", action="store_true", help="run nothing, read rows")
+    parser.add_argument("--plans", action="store_true", help="run no model, compare the plans of scripts")
     parser.add_argument("--length", type=int, default=4096, help="of scripts, as they were made")
     parser.add_argument("--longest", type=int, default=3500, help="tokens of any prompt")
     parser.add_argument("--kinds", type=int, default=3, help="of one run, at most")
+    parser.add_argument("--only", nargs="+", default=(), metavar="NAME", help="these scripts, in this order")
     parser.add_argument("--budget-s", type=float, default=1500.0, help="begin no case after this long")
     args = parser.parse_args()
     if args.tables:
-        return show_all(read_rows(args.files))
+        show_all(read_rows(args.files))
+        return
+    if args.plans:
+        show_plans(read_scripts(Path(args.files[0])))
+        return
     begun = time.perf_counter()
     torch.set_num_threads(1)
     model_path, scripts, rows = args.files
@@ -247,7 +314,10 @@ def main() -> None:
     name = f"{Path(model_path).name} {model.dtype}"
     finished = {row["case"] for row in read_rows([rows]) if row["model"] == name}
     with open(rows, "a", encoding="utf-8") as file, torch.inference_mode():
-        for script in choose_scripts(read_scripts(Path(scripts)), args.length, args.longest, args.kinds):
+        found = read_scripts(Path(scripts))
+        named = {script.name: script for script in found}
+        chosen = [named[one] for one in args.only] or choose_scripts(found, args.length, args.longest, args.kinds)
+        for script in chosen:
             if script.name in finished:
                 continue
             if time.perf_counter() - begun > args.budget_s:
@@ -257,7 +327,7 @@ def main() -> None:
             file.write(json.dumps(row) + "\n")
             file.flush()
             kls = {arm: round(one["kl"], 5) for arm, one in row["next"].items()}
-            print(script.name, row["next_tokens"], row["wall_s"], kls, round(row["edited"][REPAIRED]["kl"], 5), flush=True)
+            print(script.name, row["next_tokens"], row["wall_s"], kls, flush=True)
     show_all(read_rows([rows]))
 
 

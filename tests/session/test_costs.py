@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import fields
 
 import pytest
 
@@ -10,10 +11,12 @@ from semblend.config import SemBlendConfig
 from semblend.confirm.events import EventKind
 from semblend.confirm.sinks import MemorySink
 from semblend.facade import SemBlend
+from semblend.materialize.blend.quality import Blended, Pass
 from semblend.materialize.gate.gate import OutcomeMemory
-from semblend.materialize.gate.thresholds import DEFAULT
+from semblend.materialize.gate.thresholds import DEFAULT, choose_table
 from semblend.plan.reuse_plan import DeclineReason
 from semblend.prompt import Prompt
+from semblend.session.local import describe_outcome
 from semblend.session.session import LoadResult, SessionRequest
 from semblend.session.sessions import EngineTraits, Sessions
 
@@ -53,11 +56,11 @@ class World:
     def draw(self, tokens: int) -> list[int]:
         return [self.rng.randrange(50_000) for _ in range(tokens)]
 
-    def ask(self, tokens: list[int], keep: bool = False):
+    def ask(self, tokens: list[int], keep: bool = False, exact: int = 0):
         """The receipt of a request; kept as a donor if wished."""
         self.count += 1
         session = self.sessions.make(SessionRequest(f"r{self.count}", Prompt(tokens)))
-        if self.sessions.offer(session, 0):
+        if self.sessions.offer(session, exact):
             plan = self.sessions.begin_load(session)
             at_once = self.asked.issuperset(plan.donor_ids)
             self.asked.update(plan.donor_ids)
@@ -68,7 +71,7 @@ class World:
             done = LoadResult(until, plan.reused_tokens, load_ms=1.0, escalations=more, work=0.2, passes=2 - at_once)
             self.sessions.finish_load(session, done)
         else:
-            self.now += len(tokens) / 10 / 1e3
+            self.now += (len(tokens) - exact) / 10 / 1e3
         self.sessions.answer(session)
         if keep:
             self.sessions.semblend.register(Prompt(tokens), donor_id=f"r{self.count}")
@@ -166,3 +169,48 @@ def test_a_later_question_to_a_donor_has_a_forecast_of_its_own():
     assert all(one.reused_tokens for one in (*first, *later))
     assert first[-1].expected_ms == pytest.approx(90.0, rel=0.1)
     assert later[-1].expected_ms == pytest.approx(40.0, rel=0.1)
+
+
+EDITS_MEASURED = choose_table("qwen2.5-coder-1.5b").thresholds
+assert EDITS_MEASURED.edit_dial is not None
+
+
+def edit(world, kept: int, new: int):
+    """A history of which the middle is cleared, of ``kept`` tokens behind it and ``new`` ones: its receipt."""
+    rules, rest = world.draw(300), world.draw(kept)
+    world.ask([*rules, *world.draw(800), *rest], keep=True)
+    return world.ask([*rules, *world.draw(40), *rest, *world.draw(new)], exact=len(rules))
+
+
+def test_edited_histories_have_times_of_their_own_and_are_no_longer_begun_where_they_are_slow():
+    world = World(reuse_ms=60.0, quality="balanced", outcomes=OutcomeMemory(EDITS_MEASURED))
+    for _ in range(40):
+        world.hit()  # documents are quick, and say nothing of edits
+    world.at_once_ms, world.asked = 400.0, _Everything()
+    receipts = [edit(world, 2000, 60) for _ in range(90)]
+    assert receipts[0].reused_tokens
+    assert "edited" in receipts[0].kind
+    assert sum(bool(one.reused_tokens) for one in receipts[-30:]) <= 3, "one is tried now and then"
+    assert receipts[-1].expected_ms == pytest.approx(400.0, rel=0.1)
+
+
+def test_an_edit_of_which_a_repair_would_compute_nearly_all_is_not_begun():
+    world = World(reuse_ms=60.0, quality="balanced", outcomes=OutcomeMemory(EDITS_MEASURED))
+    receipt = edit(world, 300, 2000)
+    assert (receipt.reused_tokens, receipt.reason) == (0, DeclineReason.BELOW_BREAK_EVEN)
+    assert receipt.detail.startswith("a repair would compute 2,")
+
+
+def test_a_look_at_the_first_layers_is_no_pass_of_its_own():
+    parts = dict.fromkeys((field.name for field in fields(Blended)), 0) | {
+        "passes": (Pass("deviation", 900, 0, 1, 1.0), Pass("repair 10 %", 300, 0, 28, 9.0)),
+        "recomputed_runs": (),
+    }
+    assert describe_outcome(Blended(**parts)).passes == 1
+
+
+class _Everything(set):
+    """Each donor was asked about: one pass does."""
+
+    def issuperset(self, other):
+        return True

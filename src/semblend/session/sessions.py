@@ -253,6 +253,9 @@ class Sessions:
 
     def _predict_loss(self, session: ReuseSession, plan: ReusePlan, expected: Expectation) -> Decline | None:
         """Why a plan is not begun: it does not pay, or its request was drawn to compare; None where it is begun."""
+        rows, alone = expected.work.rows, plan.prompt_tokens - plan.exact_tokens
+        if expected.path in (AT_ONCE, EDITED) and rows > self.quality.most_work * alone:  # the gate would look in vain
+            return Decline(DeclineReason.BELOW_BREAK_EVEN, f"a repair would compute {rows:,} of {alone:,} tokens")
         session.edited = _find_edited(session, plan)
         if session.edited is not None and (why := self.debts.settle(session.edited, self._choose_way(session))):
             session.heals = True

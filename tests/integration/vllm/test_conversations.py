@@ -15,6 +15,8 @@ from semblend.integration.vllm.scheduler.admin import DonorAdmin
 from semblend.integration.vllm.scheduler.prefix_locks import restore, salt
 from semblend.integration.vllm.scheduler.shared_blocks import SharedBlocks
 from semblend.materialize.donors.directory import SharedDonors
+from semblend.materialize.gate.gate import OutcomeMemory
+from semblend.materialize.gate.thresholds import DialTable, choose_table
 from semblend.plan.reuse_plan import DeclineReason
 from tests.integration.vllm.test_scheduler_connector import (
     BLOCK,
@@ -408,20 +410,32 @@ def test_a_turn_goes_on_only_where_the_risk_leaves_room_for_another_question(wor
     assert world.half.finish("equal").detail == "", "the gate has judged this very question"
 
 
-@pytest.mark.parametrize(("risk", "passes", "goes"), [(0.019, 1, True), (0.021, 1, False), (0.019, 2, False)])
-def test_the_turn_behind_an_edit_has_its_risk_where_no_question_was_looked_at(world, risk, passes, goes):
-    """One pass repairs what deviates, whatever is asked; a second one repaired what the first question reads."""
+@pytest.mark.parametrize(
+    ("risk", "passes", "measured", "goes"),
+    [(0.019, 1, True, True), (0.021, 1, True, False), (0.019, 2, True, False), (0.019, 1, False, False)],
+)
+def test_the_turn_behind_an_edit_has_its_risk_where_no_question_was_looked_at(world, risk, passes, measured, goes):
+    """One pass repairs what deviates, whatever is asked; a second one repaired what the first question reads. So does
+    the only one where edits were not measured."""
     asked = {"kv_transfer_params": {"semblend": {"quality": "balanced"}}}
-    long = [*range(10_000, 10_900)]
-    world.donor("long", long)
-    cleared = [*range(2000, 2017), *long[:300], *long[420:], *range(3000, 3010)]
-    one = serve(world, tokens=cleared, risk=risk, passes=passes, **asked)
-    following = [*cleared, *ANSWER, *range(4000, 4030)]
+    thresholds = choose_table("qwen2.5-coder-1.5b").thresholds
+    outcomes = OutcomeMemory(thresholds if measured else dataclasses.replace(thresholds, edit_dial=DialTable()))
+    world.half.sessions.outcomes = outcomes
+    rules, kept, asks = 64, [*range(10_000, 11_000)], [*range(3000, 3040)]
+    world.donor("long", [*range(8000, 8200), *kept], lead=rules)
+    request = FakeRequest("one", [*range(rules), *asks, *kept, *asks], **asked)
+    claimed, orders = world.admit(request, local=rules)
+    assert bool(claimed) is measured or not goes
+    if not claimed:
+        return
+    world.served(orders, risk=risk, passes=passes)
+    request.say(40)
+    following = [*request.prompt_token_ids, *ANSWER, *range(4000, 4030)]
     if goes:
-        go_on(world, "two", one, following, **asked)
+        go_on(world, "two", request, following, local=rules, **asked)
         assert world.half.finish("two").risk == risk
     else:
-        assert world.half.count_matched(FakeRequest("two", following, **asked), BLOCK) is not None
+        assert world.half.count_matched(FakeRequest("two", following, **asked), rules) is not None
 
 
 def test_a_turn_teaches_nothing_about_how_long_loads_and_prefills_take():

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -37,6 +38,7 @@ from semblend.materialize.gate.gate import Gate
 from semblend.materialize.gate.observers import (
     DEEP_ROWS,
     DeepLook,
+    KvDeviation,
     canary_positions,
     choose_deep_rows,
     cut_windows,
@@ -525,6 +527,23 @@ def time_passes(
         return Timed(Work.of_prefill(rows), time_best(run, model.device, clock=clock))
 
     return time_pass(FEW_ROWS), time_pass(many)
+
+
+def run_rare_passes(model: Model, slots: Tensor) -> None:
+    """Passes for which an engine compiles something when it meets the first: a look at layer 1, with which edited
+    histories begin, and rows all over a prompt, too many to be recorded. ``slots`` belong to nobody.
+
+    The first edited history on an H200 took 1.2 s, the second one 20 ms.
+    """
+    first_full = next(layer for layer in range(model.layout.layers) if layer not in model.capabilities.windowed)
+    if first_full + 1 < model.layout.layers:
+        for count in (FEW_ROWS, len(slots)):
+            at = torch.arange(min(count, len(slots)))
+            with suppress(StopPass):
+                model.forward(Rows.of(torch.zeros_like(at), at, slots), KvDeviation(first_full + 1))
+    if model.capabilities.scattered_rows:
+        at = torch.arange(0, len(slots), 2)
+        model.forward(Rows.of(torch.zeros_like(at), at, slots))
 
 
 def time_best(run: Callable[[], Any], device: torch.device, *, clock: Callable[[], float] = time.perf_counter) -> float:

@@ -50,8 +50,8 @@ class Share:
     """Approximate blocks of one prompt; ``result`` is None while they are being filled for request ``owner``.
 
     ``end`` is the exact hash of the prompt's last full block, and stands for all tokens up to there; ``rest`` are those
-    behind it. ``prompt_tokens`` counts both. ``marks``: exact hashes on the way there, and on that of those who went on
-    from it.
+    behind it. ``prompt_tokens`` counts both. ``is_edited``: it was to be repaired as edited histories are. ``marks``:
+    exact hashes on the way there, and on that of those who went on from it.
     """
 
     end: bytes
@@ -62,6 +62,7 @@ class Share:
     owner: str
     plan: ReusePlan
     prompt_tokens: int
+    is_edited: bool
     result: LoadResult | None = None
     marks: dict[bytes, None] = field(default_factory=dict)
 

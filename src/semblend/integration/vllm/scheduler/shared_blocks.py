@@ -25,8 +25,8 @@ from typing import Any
 
 from semblend.integration.vllm.scheduler.prefix_locks import PrefixLocks
 from semblend.integration.vllm.scheduler.records import Record, Share
-from semblend.materialize.gate.thresholds import PlanShape
 from semblend.plan.reuse_plan import ReusePlan
+from semblend.plan.times import EDITED
 from semblend.quality import explain_no_room
 from semblend.session.session import NEVER, LoadResult
 
@@ -64,7 +64,9 @@ class SharedBlocks:
             return key
         rest = tuple(tokens[len(full) * self._block_tokens :])
         namespace = record.prompt.namespace.digest
-        share = Share(bytes(full[-1]), rest, namespace, record.mode, key, record.request_id, plan, len(tokens))
+        is_edited = record.expected is not None and record.expected.path == EDITED
+        end, owner = bytes(full[-1]), record.request_id
+        share = Share(end, rest, namespace, record.mode, key, owner, plan, len(tokens), is_edited)
         self._drop(self._shares.get(share.name))
         self._shares[share.name] = record.lent = share
         self._ends.setdefault(share.end, []).append(share)
@@ -230,5 +232,5 @@ def _has_room(share: Share, mode: str) -> bool:
     """Whether what was loaded for one question may answer another."""
     result = share.result
     assert result is not None, "it was loaded"
-    any_question = result.passes == 1 and PlanShape.of(share.plan).revises  # `EDITED`: nothing hung on the question
+    any_question = share.is_edited and result.passes == 1  # nothing hung on the question
     return explain_no_room(result.risk, mode, any_question=any_question) is None

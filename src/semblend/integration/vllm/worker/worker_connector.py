@@ -31,7 +31,7 @@ from semblend.errors import CapacityError, RankError, SemBlendError
 from semblend.fairness import FairClock, TenantLine
 from semblend.integration.vllm.orders import Capture, Load, Orders, Report
 from semblend.materialize.blend.blender import STAGED_BYTES, Blender
-from semblend.materialize.blend.passes import MANY_ROWS, Ranks, time_best, time_passes
+from semblend.materialize.blend.passes import MANY_ROWS, Ranks, run_rare_passes, time_best, time_passes
 from semblend.materialize.blend.quality import Blended, Pace, Pieces, Placed, QualitySettings, Rejected
 from semblend.materialize.contract import Model, slots_of_blocks
 from semblend.materialize.donors.directory import Publication
@@ -213,9 +213,11 @@ class WorkerConnector(RefusingConnector):
             nobodys = torch.full((rows,), NOBODYS * self._block_tokens, dtype=torch.int64)
             self.own_bytes = max(0, free - torch.cuda.mem_get_info(self._model.device)[0])
             load = self._time_load(nobodys)
-            passes = time_passes(self._model, nobodys.to(self._model.device))
+            nobodys = nobodys.to(self._model.device)
+            passes = time_passes(self._model, nobodys)
             if passes is not None:
                 self._report.times = passes if load is None else (*passes, load)
+            run_rare_passes(self._model, nobodys)
         except Exception as error:
             self._ranks.raise_if_several(error)  # the others are in a pass that this one has left
             log.warning("SemBlend was not warmed up: %s", error, exc_info=True)

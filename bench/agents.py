@@ -35,8 +35,9 @@ from lib.vllm_server import VllmServer
 
 ANSWER_TOKENS = 16
 ARMS = {"stock": "", "ours": "balanced", "fast": "fast"}
-RECEIPT = ("reason", "detail", "risk", "mode", "exact_tokens", "reused_tokens", "recomputed_tokens",
-           "prefill_tokens", "lookup_ms", "service_ms", "expected_ms", "expected_cold_ms")  # fmt: skip
+RECEIPT = ("reason", "detail", "risk", "mode", "kind", "exact_tokens", "reused_tokens", "recomputed_tokens",
+           "prefill_tokens", "lookup_ms", "load_ms", "compute_ms", "service_ms", "expected_ms",
+           "expected_cold_ms")  # fmt: skip
 Ask = Callable[[str, Sequence[int], str, str], dict[str, Any]]
 
 

@@ -230,6 +230,11 @@ class StockModel:
             raise SemBlendError("a token's latent does not lie in one piece", hint="report the backend's name")
         return LatentLayout(found.k, found.v)
 
+    @cached_property
+    def _with_tables(self) -> list[torch.nn.Module]:
+        """Modules that rotate; most layers share one."""
+        return [one for one in self._model.modules() if any("cos_sin_cache" in name for name in one._buffers)]
+
     @torch.inference_mode()
     def check(self) -> None:
         """Raise where this engine does not compute what our passes and moves need; seen at its start."""
@@ -241,7 +246,8 @@ class StockModel:
             modules = dict(self._model.named_modules())
             rotaries = [getattr(modules.get(name.rpartition(".")[0]), "rotary_emb", None) for name in self._names]
             like = torch.empty(0, dtype=self._config.model_config.dtype, device=self.device)
-            check_rotation(rotaries, self.layers, self.rope, int(self._config.model_config.max_model_len), like)
+            with keep_rotation_tables(self._with_tables):
+                check_rotation(rotaries, self.layers, self.rope, int(self._config.model_config.max_model_len), like)
         if self.narrow is not None:
             number = next(number for number, layer in enumerate(self.layers) if layer.sliding_window is None)
             choose = partial(choose_attention, layers=[self.layers[number]], grouped=False)
@@ -318,6 +324,7 @@ class StockModel:
         metadata = dict.fromkeys(self._names, OURS) if attend else self._make_metadata(rows)
         with (
             self._quiet(),
+            keep_rotation_tables(self._with_tables),
             replace_attention(self.layers, PassAttention(rows, self.layout, observer, attend)),
             set_forward_context(
                 metadata,
@@ -396,6 +403,21 @@ ROTATION_ERROR = 0.05
 """Far above rounding (0.01 in bfloat16), and far below what any other frequency or pairing gives."""
 Rotate = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """How a layer of vLLM's rotates queries and keys, ``[n, heads * size]`` each, at their positions."""
+
+
+@contextmanager
+def keep_rotation_tables(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Puts back the tables of cosines that vLLM's rotation replaces where it is called outside of compiled code.
+
+    It does so where a table has another type than the queries (gpt-oss). Compiled code and CUDA graphs of vLLM's go on
+    with the table that they were made with: they would read the new one's memory as numbers of the old type.
+    """
+    held = [(module, dict(module._buffers)) for module in modules]
+    try:
+        yield
+    finally:
+        for module, tables in held:
+            module._buffers.update(tables)
 
 
 def check_rotation(

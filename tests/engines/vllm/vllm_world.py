@@ -184,16 +184,12 @@ def make_world(model: str = MODEL, engine: dict[str, Any] | None = None, **conne
     from vllm.platforms import current_platform
 
     kv_transfer_state._KV_CONNECTOR_AGENT = None
+    settings = {
+        "dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "max_num_batched_tokens": 512,
+        "kv_cache_memory_bytes": 160 << 20, "max_num_seqs": 4, "block_size": 32, "enable_prefix_caching": True,
+    }  # fmt: skip
     llm = LLM(
         model=model,
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=1024,
-        max_num_batched_tokens=512,
-        kv_cache_memory_bytes=160 << 20,
-        max_num_seqs=4,
-        block_size=32,
-        enable_prefix_caching=True,
         disable_log_stats=False,
         kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
         kv_transfer_config=KVTransferConfig(
@@ -202,7 +198,7 @@ def make_world(model: str = MODEL, engine: dict[str, Any] | None = None, **conne
             kv_role="kv_both",
             kv_connector_extra_config={"quality": "fast", "donor_host_bytes": 256 << 20, **connector},
         ),
-        **(engine or {}),
+        **settings | (engine or {}),
     )
     # It is the process that has them from now on, and vLLM cannot register them twice.
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)

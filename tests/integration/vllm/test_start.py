@@ -15,8 +15,15 @@ from semblend.integration.vllm import refusals, source_check
 from semblend.integration.vllm.refusals import find_multi_connector, is_of_vllm, refusal
 from semblend.integration.vllm.settings import ConnectorSettings
 from semblend.integration.vllm.startup_checks import choose_gate
-from semblend.integration.vllm.worker.model_access import check_caches, check_rotation, list_kinds, read_layer_spec
+from semblend.integration.vllm.worker.model_access import (
+    check_caches,
+    check_rotation,
+    keep_rotation_tables,
+    list_kinds,
+    read_layer_spec,
+)
 from semblend.integration.vllm.worker.quantised import NARROW_LOSS
+from semblend.materialize.contract import StopPass
 from semblend.materialize.gate.thresholds import PassageOrder, RiskFeatures
 from semblend.materialize.kv.rope import RopeSpec
 
@@ -420,6 +427,21 @@ def test_an_engine_that_rotates_keys_otherwise_than_we_do_is_found_at_its_start(
             check_rotation([rotate_as(other), *theirs[1:]], [LAYER] * 4, ours, 40_000, like)
     with pytest.raises(SemBlendError, match="layer 2 are rotated otherwise"):
         check_rotation([*theirs[:2], theirs[1], theirs[3]], [LAYER] * 4, ours, 40_000, like)
+
+
+def test_a_table_that_a_rotation_replaces_is_put_back_whatever_happens():
+    module = torch.nn.Module()
+    module.register_buffer("cos_sin_cache", torch.ones(4), persistent=False)
+    table = module.cos_sin_cache
+
+    def look():
+        with keep_rotation_tables([module]):
+            module.cos_sin_cache = table.bfloat16()
+            raise StopPass
+
+    with pytest.raises(StopPass):
+        look()
+    assert module.cos_sin_cache is table
 
 
 def test_a_layer_whose_rotation_cannot_be_tried_is_left_to_the_canary():

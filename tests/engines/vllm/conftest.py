@@ -59,13 +59,17 @@ def small_engine(small_model: tuple[str, dict[str, Any]]) -> Iterator[World]:
     world.core.shutdown()
 
 
+PLAIN_LATENTS = {"attention_backend": "CPU_MLA"}
+"""On a CPU with AMX vLLM takes a backend that packs weights: we decline that one, and it knows no float32."""
+
+
 def make_latent_engine(kind: str, folder: Path) -> Iterator[World]:
     """An engine with latent attention; gate and look into deep layers are content, as with the other small model."""
     from semblend.materialize.gate.thresholds import Thresholds
 
     write(kind, folder, MODEL)
     (folder / "thresholds.json").write_text(Thresholds(1e9, 1e9, 1e9).to_json(), encoding="utf-8")
-    world = make_world(str(folder), thresholds=str(folder / "thresholds.json"), deep_tolerance=0)
+    world = make_world(str(folder), PLAIN_LATENTS, thresholds=str(folder / "thresholds.json"), deep_tolerance=0)
     yield world
     world.core.shutdown()
 
@@ -130,7 +134,8 @@ def picture_world(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: p
     else:
         pytest.importorskip("torchvision", reason="vLLM imports it for models that read images", exc_type=ImportError)
     limits = {"image": 1, "vision_chunk": 1, "video": 0}
-    more = {"disable_hybrid_kv_cache_manager": True} if request.param in ("gemma3", "gemma4") else {}
+    more: dict[str, Any] = PLAIN_LATENTS if request.param == "kimi_k25" else {}
+    more = {"disable_hybrid_kv_cache_manager": True} if request.param in ("gemma3", "gemma4") else more
     yield from serve_kind(request.param, tmp_path, limit_mm_per_prompt=limits, skip_mm_profiling=True, **more)
 
 

@@ -1,6 +1,6 @@
 """Packs vLLM with its own torch for a GPU machine that has no network: parts that can be carried one by one.
 
-    python research/vllm/air_gapped/pack.py OUT [--work FOLDER]     # 8 parts, 380 MB; needs pip and about 12 GB for a while
+    python research/vllm/air_gapped/pack.py OUT [--work FOLDER]     # 7 parts, 332 MB; needs pip and about 8 GB for a while
     python3 OUT/unpack.py DEST                                      # there: it says which variables to set
 
 vLLM 0.32.0, torch 2.13.0, CPython 3.12, x86_64, GPUs of sm_90 (H100, H200). That machine has a torch with the NVIDIA

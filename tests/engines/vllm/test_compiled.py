@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import small_folders
 import torch
+from cpu_features import needs_bf16
 from vllm_world import MODEL, make_world, serve
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [
+    needs_bf16,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(
+        shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU: apt install g++"
+    ),
+]
 
 
 @pytest.fixture(scope="module")

@@ -88,10 +88,12 @@ def describe_overload(rows: list[dict[str, Any]]) -> list[str]:
     return notes
 
 
-def describe_memory(args: argparse.Namespace) -> str:
-    """Where donors lay in this run, and how many of its documents the connector would hold by itself at most."""
+def describe_memory(args: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
+    """Where donors lay in these rows, and how many documents the connector would hold by itself at most."""
     from lib.vllm_engine import SHAPES
 
+    if not any(row["kind"] in ENGINES["host"] for row in rows):
+        return "nothing set: the connector decides how many donors lie on the GPU and in host memory; its log says it"
     given, held = args.donor_bytes / 1e9, MOST_HOST // (args.document * count_kv_bytes(SHAPES[args.shape]))
     return (
         f"donor_device_bytes 0: donors lie in host memory. donor_host_bytes was {given:.0f} GB: a load "
@@ -173,7 +175,7 @@ def main() -> int:
         f"prompts that share {shared} tokens with a donor; 32 requests decode, where the load says no other; {shape}",
         f"max_num_batched_tokens {args.step_tokens:,}, prefix caching on",
         *describe_overload(rows),
-        describe_memory(args),
+        describe_memory(args, rows),
         "balanced repairs 10 % of the reused tokens, scattered at random, and accepts; a real model may ask for more",
         "ITL: time between two tokens of a request that decodes, while arrivals are served",
         f"in time: an arrival's first token within {TTFT_GOAL_MS:.0f} ms (share of all), "

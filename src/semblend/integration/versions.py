@@ -106,7 +106,7 @@ VLLM = EngineTable(
             "0.32",
             "all of tests/engines/vllm on a CPU at every change: model runner V1, eager, float32, bfloat16 and "
             "float16; HTTP server with eight clients at once, two ranks, LMCache and another connector beside us, a "
-            "hybrid model, windows beside full attention, LoRA; bench/vllm_pays.py, bench/agents.py and five model "
+            "hybrid model, windows beside full attention, LoRA; bench/vllm_pays.py, bench/agents.py and four model "
             "classes on an H200, compiled, CUDA graphs",
         ),
     ),
